@@ -1,0 +1,1 @@
+"""Data-Centric Parallel for PyTorch Lightning."""

@@ -1,0 +1,1 @@
+"""From samples to steps: sampler, loader, collate, data module."""

@@ -1,0 +1,294 @@
+"""Plans as plain values: which samples run where, in which order and with which settings.
+
+Everything here is an integer or a tuple of integers, so that every rank derives the same plan from the same
+input and can prove it by comparing digests. Only the standard library and NumPy are imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+FORMAT = "lightning_dcp.plan"
+
+
+class PlanError(ValueError):
+    """A plan, or a file that should hold one, breaks a rule; the message says which and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples that run together in one forward and backward on one sequence-parallel group (``d_i``).
+
+    Attributes:
+        sample_ids: positions of the samples in the dataset, in batch order.
+        shapes: true size of each sample, ``(tokens,)`` or ``(frames, patches)``, before padding.
+        padded_shape: size that every sample is padded to; its first axis is a multiple of ``sp_size``.
+            For a packed micro-batch the total size of the one row.
+        packed: the samples stand one behind the other in a single row.
+        first_rank: first global rank of the group; the group is ``first_rank .. first_rank + sp_size - 1``.
+        sp_size: sequence-parallel size ``p_i``.
+        recompute: recomputed layers ``r_i``, one count per family of repeated layers.
+        nanoseconds: predicted time of the micro-batch on each of its ranks (Eq. 4).
+        bytes: predicted peak memory of each of its ranks (Eq. 6).
+
+    Raises:
+        PlanError: a field is of the wrong type or out of range.
+    """
+
+    sample_ids: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    padded_shape: Shape
+    packed: bool = False
+    first_rank: int
+    sp_size: int
+    recompute: tuple[int, ...] = ()
+    nanoseconds: int
+    bytes: int
+
+    def __post_init__(self) -> None:
+        _check_ints("sample_ids", self.sample_ids, minimum=0)
+        _check_ints("padded_shape", self.padded_shape, minimum=1)
+        _check_ints("recompute", self.recompute, minimum=0)
+        for name in ("first_rank", "nanoseconds", "bytes"):
+            _check_ints(name, (getattr(self, name),), minimum=0)
+        _check_ints("sp_size", (self.sp_size,), minimum=1)
+        if not isinstance(self.packed, bool):
+            raise PlanError(f"packed is {self.packed!r}; it must be True or False")
+        if not self.sample_ids or len(self.sample_ids) != len(self.shapes):
+            raise PlanError(
+                f"a micro-batch has {len(self.sample_ids)} sample ids and {len(self.shapes)} shapes; "
+                "it needs at least one sample and one shape for each"
+            )
+        for shape in self.shapes:
+            _check_ints("shapes", shape, minimum=1)
+            if len(shape) != len(self.padded_shape):
+                raise PlanError(
+                    f"shape {shape} and padded shape {self.padded_shape} differ in their number of axes"
+                )
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        if self.packed:
+            needed = sum(shape[0] for shape in self.shapes)
+            fits = self.padded_shape[0] >= needed
+        else:
+            fits = all(s <= t for shape in self.shapes for s, t in zip(shape, self.padded_shape, strict=True))
+        if not fits:
+            raise PlanError(f"samples of shapes {self.shapes} do not fit the padded shape {self.padded_shape}")
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples ``b_i``."""
+        return len(self.sample_ids)
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of the sequence-parallel group."""
+        return range(self.first_rank, self.first_rank + self.sp_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the samples, without padding."""
+        return sum(prod(shape) for shape in self.shapes)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that are computed, with padding."""
+        return prod(self.padded_shape) * (1 if self.packed else self.batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationPlan:
+    """What every rank does in one optimizer step.
+
+    The micro-batches are stored in plan order. A rank runs those of its widest group first, equal groups in
+    plan order (see :meth:`of_rank`): as the groups are nested or disjoint, no rank waits inside a group in
+    planned time and no deadlock is possible.
+
+    Attributes:
+        world_size: number of ranks ``W``.
+        micro_batches: all micro-batches of the step. A rank may have none.
+        lower_bound: nanoseconds that no plan of the same samples and cost model can beat; 0 if unknown.
+
+    Raises:
+        PlanError: a group leaves the world, two groups overlap without one holding the other, a sample stands
+            twice, or the lower bound lies above the makespan.
+    """
+
+    world_size: int
+    micro_batches: tuple[MicroBatch, ...]
+    lower_bound: int = 0
+    makespan: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        _check_ints("world_size", (self.world_size,), minimum=1)
+        _check_ints("lower_bound", (self.lower_bound,), minimum=0)
+        self._check_groups()
+        ids = [i for micro_batch in self.micro_batches for i in micro_batch.sample_ids]
+        if len(set(ids)) != len(ids):
+            twice = sorted({i for i in ids if ids.count(i) > 1})[:5]
+            raise PlanError(
+                f"samples {twice} stand in more than one place; each sample runs exactly once in a step"
+            )
+        object.__setattr__(self, "makespan", int(max(self.busy())))
+        if self.lower_bound > self.makespan:
+            raise PlanError(f"lower bound {self.lower_bound} ns lies above the makespan {self.makespan} ns")
+
+    def _check_groups(self) -> None:
+        groups = sorted({(m.first_rank, m.sp_size) for m in self.micro_batches}, key=lambda g: (g[0], -g[1]))
+        open_ends: list[tuple[int, int]] = []
+        for first, size in groups:
+            if first + size > self.world_size:
+                raise PlanError(f"group {first}..{first + size - 1} leaves the world of {self.world_size} ranks")
+            while open_ends and open_ends[-1][1] <= first:
+                open_ends.pop()
+            if open_ends and first + size > open_ends[-1][1]:
+                raise PlanError(
+                    f"groups {open_ends[-1][0]}..{open_ends[-1][1] - 1} and {first}..{first + size - 1} overlap; "
+                    "two groups of a plan must be nested or disjoint"
+                )
+            open_ends.append((first, first + size))
+
+    def busy(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Planned nanoseconds of work per rank, shape ``[W]``."""
+        edges = np.zeros(self.world_size + 1, dtype=np.int64)
+        for m in self.micro_batches:
+            edges[m.first_rank] += m.nanoseconds
+            edges[m.first_rank + m.sp_size] -= m.nanoseconds
+        return np.cumsum(edges[:-1])
+
+    def of_rank(self, rank: int) -> tuple[MicroBatch, ...]:
+        """Micro-batches of one rank in the order in which it runs them; may be empty.
+
+        Raises:
+            PlanError: ``rank`` is not in the world.
+        """
+        if not 0 <= rank < self.world_size:
+            raise PlanError(f"rank {rank} is not in the world of {self.world_size} ranks")
+        mine = [m for m in self.micro_batches if rank in m.ranks]
+        return tuple(sorted(mine, key=lambda m: -m.sp_size))
+
+    @property
+    def gap(self) -> float:
+        """``makespan / lower_bound - 1``: the proven distance from the optimum; infinite without a bound."""
+        return self.makespan / self.lower_bound - 1.0 if self.lower_bound else float("inf")
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of ``W * makespan`` in which ranks wait (Eq. 3 with each group counted ``p_i`` times)."""
+        return 1.0 - int(self.busy().sum()) / (self.world_size * self.makespan) if self.makespan else 0.0
+
+    @property
+    def padding_ratio(self) -> float:
+        """Share of the computed tokens that are padding."""
+        padded = sum(m.padded_tokens for m in self.micro_batches)
+        return 1.0 - self.num_tokens / padded if padded else 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples of the step, without padding."""
+        return sum(m.num_tokens for m in self.micro_batches)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the step."""
+        return sum(m.batch_size for m in self.micro_batches)
+
+    def digest(self) -> int:
+        """A 40-bit fingerprint of the whole plan, equal on two ranks exactly when their plans are equal."""
+        state = hashlib.blake2b(digest_size=5)
+        state.update(np.asarray([self.world_size, self.lower_bound, len(self.micro_batches)], "<i8").tobytes())
+        for m in self.micro_batches:
+            shapes = [axis for shape in (*m.shapes, m.padded_shape) for axis in shape]
+            scalars = [m.packed, m.first_rank, m.sp_size, m.nanoseconds, m.bytes]
+            sizes = [m.batch_size, len(m.padded_shape), len(m.recompute)]
+            values = [*sizes, *m.sample_ids, *shapes, *scalars, *m.recompute]
+            state.update(np.asarray(values, "<i8").tobytes())
+        return int.from_bytes(state.digest(), "little")
+
+    def to_json(self) -> str:
+        """The plan as one line of JSON; :meth:`from_json` gives an equal plan back."""
+        content = {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            "lower_bound": self.lower_bound,
+            "micro_batches": [{f.name: getattr(m, f.name) for f in fields(m)} for m in self.micro_batches],
+        }
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> IterationPlan:
+        """Read a plan that :meth:`to_json` wrote.
+
+        Raises:
+            PlanError: the text is no JSON, of another format, or holds anything but a valid plan.
+        """
+        content = read_json(text, FORMAT, ("world_size", "lower_bound", "micro_batches"))
+        rows = content["micro_batches"]
+        if not isinstance(rows, list):
+            raise PlanError(f"micro_batches is {type(rows).__name__}; it must be a list")
+        return cls(
+            world_size=content["world_size"],
+            lower_bound=content["lower_bound"],
+            micro_batches=tuple(_micro_batch(row) for row in rows),
+        )
+
+
+def read_json(text: str, expected_format: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Parse an object with exactly ``format`` and ``keys``; the common gate of all files that we read back.
+
+    Raises:
+        PlanError: the text is no JSON, NaN or Infinity stand in it, or the keys or the format differ.
+    """
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"this is no JSON that we wrote: {error}") from error
+    found = content.get("format") if isinstance(content, dict) else type(content).__name__
+    if found != expected_format:
+        raise PlanError(f"format is {found!r}; expected {expected_format!r}")
+    _check_keys(content, ("format", *keys))
+    return dict(content)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _check_keys(row: Mapping[str, Any], keys: Iterable[str]) -> None:
+    missing, foreign = set(keys) - row.keys(), row.keys() - set(keys)
+    if missing or foreign:
+        raise PlanError(f"keys missing: {sorted(missing)}; keys not known: {sorted(foreign)[:5]}")
+
+
+def _micro_batch(row: Any) -> MicroBatch:
+    if not isinstance(row, dict):
+        raise PlanError(f"a micro-batch is {type(row).__name__}; it must be an object")
+    _check_keys(row, (f.name for f in fields(MicroBatch)))
+    frozen = {name: _freeze(value) for name, value in row.items()}
+    for name in ("sample_ids", "shapes", "padded_shape", "recompute"):
+        if not isinstance(frozen[name], tuple):
+            raise PlanError(f"{name} is {frozen[name]!r}; it must be a list")
+    return MicroBatch(**frozen)
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(_freeze(item) for item in value) if isinstance(value, list) else value
+
+
+def _check_ints(name: str, values: Any, *, minimum: int) -> None:
+    if not isinstance(values, tuple):
+        raise PlanError(f"{name} is {values!r}; it must be a tuple of integers")
+    for value in values:
+        # bool is a subclass of int, yet True as a rank is a mistake; NumPy integers would not survive JSON.
+        if type(value) is not int or not minimum <= value < 2**62:
+            raise PlanError(f"{name} holds {value!r}; allowed are integers from {minimum} up to 2**62")

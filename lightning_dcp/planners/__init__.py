@@ -1,0 +1,1 @@
+"""Planners: one protocol, one output type."""

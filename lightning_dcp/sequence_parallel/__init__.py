@@ -1,0 +1,1 @@
+"""Sequence parallelism over the group of the running micro-batch."""
