@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
@@ -18,6 +19,11 @@ import numpy as np
 Shape = tuple[int, ...]
 
 FORMAT = "lightning_dcp.plan"
+MAX_WORLD_SIZE = 2**20
+"""Most ranks of a plan; a larger number in a file is damage, and would only exhaust the memory."""
+
+_LIMIT = 2**62
+_MAX_DEPTH = 8
 
 
 class PlanError(ValueError):
@@ -57,6 +63,10 @@ class MicroBatch:
     def __post_init__(self) -> None:
         _check_ints("sample_ids", self.sample_ids, minimum=0)
         _check_ints("padded_shape", self.padded_shape, minimum=1)
+        if not isinstance(self.shapes, tuple):
+            raise PlanError(
+                f"shapes is {type(self.shapes).__name__}; it must be a tuple with one shape per sample"
+            )
         _check_ints("recompute", self.recompute, minimum=0)
         for name in ("first_rank", "nanoseconds", "bytes"):
             _check_ints(name, (getattr(self, name),), minimum=0)
@@ -77,12 +87,14 @@ class MicroBatch:
         self._check_fit()
 
     def _check_fit(self) -> None:
+        if not self.padded_shape or self.padded_shape[0] % self.sp_size:
+            raise PlanError(
+                f"padded shape is {self.padded_shape}; its first axis must be a multiple of sp_size {self.sp_size}"
+            )
+        needed = [max(axis) for axis in zip(*self.shapes, strict=True)]
         if self.packed:
-            needed = sum(shape[0] for shape in self.shapes)
-            fits = self.padded_shape[0] >= needed
-        else:
-            fits = all(s <= t for shape in self.shapes for s, t in zip(shape, self.padded_shape, strict=True))
-        if not fits:
+            needed[0] = sum(shape[0] for shape in self.shapes)
+        if any(s > t for s, t in zip(needed, self.padded_shape, strict=True)):
             raise PlanError(f"samples of shapes {self.shapes} do not fit the padded shape {self.padded_shape}")
 
     @property
@@ -121,7 +133,8 @@ class IterationPlan:
 
     Raises:
         PlanError: a group leaves the world, two groups overlap without one holding the other, a sample stands
-            twice, or the lower bound lies above the makespan.
+            twice, the samples differ in their number of axes, the lower bound lies above the makespan, or the
+            times add up to 2**62 ns.
     """
 
     world_size: int
@@ -132,16 +145,30 @@ class IterationPlan:
     def __post_init__(self) -> None:
         _check_ints("world_size", (self.world_size,), minimum=1)
         _check_ints("lower_bound", (self.lower_bound,), minimum=0)
+        if self.world_size > MAX_WORLD_SIZE:
+            raise PlanError(f"world_size is {self.world_size}; allowed are up to {MAX_WORLD_SIZE} ranks")
+        if not isinstance(self.micro_batches, tuple):
+            raise PlanError(f"micro_batches is {type(self.micro_batches).__name__}; it must be a tuple")
         self._check_groups()
-        ids = [i for micro_batch in self.micro_batches for i in micro_batch.sample_ids]
-        if len(set(ids)) != len(ids):
-            twice = sorted({i for i in ids if ids.count(i) > 1})[:5]
-            raise PlanError(
-                f"samples {twice} stand in more than one place; each sample runs exactly once in a step"
-            )
+        self._check_samples()
         object.__setattr__(self, "makespan", int(max(self.busy())))
         if self.lower_bound > self.makespan:
             raise PlanError(f"lower bound {self.lower_bound} ns lies above the makespan {self.makespan} ns")
+
+    def _check_samples(self) -> None:
+        counts = Counter(i for m in self.micro_batches for i in m.sample_ids)
+        if len(counts) != self.num_samples:
+            twice = sorted(i for i, count in counts.items() if count > 1)[:5]
+            raise PlanError(
+                f"samples {twice} stand in more than one place; each sample runs exactly once in a step"
+            )
+        axes = sorted({len(m.padded_shape) for m in self.micro_batches})
+        if len(axes) > 1:
+            raise PlanError(f"the samples have shapes of {axes} axes; all must have the same number")
+        # Sums of int64 nanoseconds wrap silently; Python's do not.
+        total = sum(m.nanoseconds for m in self.micro_batches)
+        if total >= _LIMIT:
+            raise PlanError(f"the micro-batches last {total} ns in all; allowed is less than 2**62 ns")
 
     def _check_groups(self) -> None:
         groups = sorted({(m.first_rank, m.sp_size) for m in self.micro_batches}, key=lambda g: (g[0], -g[1]))
@@ -185,7 +212,8 @@ class IterationPlan:
     @property
     def idle_ratio(self) -> float:
         """Share of ``W * makespan`` in which ranks wait (Eq. 3 with each group counted ``p_i`` times)."""
-        return 1.0 - int(self.busy().sum()) / (self.world_size * self.makespan) if self.makespan else 0.0
+        worked = sum(m.nanoseconds * m.sp_size for m in self.micro_batches)
+        return 1.0 - worked / (self.world_size * self.makespan) if self.makespan else 0.0
 
     @property
     def padding_ratio(self) -> float:
@@ -204,7 +232,10 @@ class IterationPlan:
         return sum(m.batch_size for m in self.micro_batches)
 
     def digest(self) -> int:
-        """A 40-bit fingerprint of the whole plan, equal on two ranks exactly when their plans are equal."""
+        """A 40-bit fingerprint of the whole plan: equal plans have equal digests on every rank and machine.
+
+        Different plans share one with a chance of ``2**-40``. A float64 carries it exactly.
+        """
         state = hashlib.blake2b(digest_size=5)
         state.update(np.asarray([self.world_size, self.lower_bound, len(self.micro_batches)], "<i8").tobytes())
         for m in self.micro_batches:
@@ -250,8 +281,9 @@ def read_json(text: str, expected_format: str, keys: tuple[str, ...]) -> dict[st
         PlanError: the text is no JSON, NaN or Infinity stand in it, or the keys or the format differ.
     """
     try:
-        content = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        _check_depth(content)
+    except (ValueError, TypeError, RecursionError) as error:
         raise PlanError(f"this is no JSON that we wrote: {error}") from error
     found = content.get("format") if isinstance(content, dict) else type(content).__name__
     if found != expected_format:
@@ -264,7 +296,25 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not allowed")
 
 
-def _check_keys(row: Mapping[str, Any], keys: Iterable[str]) -> None:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError(f"a key stands twice among {sorted(key for key, _ in pairs)[:20]}")
+    return dict(pairs)
+
+
+def _check_depth(content: Any) -> None:
+    """Refuse what is nested deeper than anything we write, before code that recurses (or ``repr``) meets it."""
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        nodes = [
+            node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)
+        ]
+        level = [child for children in nodes for child in children]
+    if level:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
+
+
+def _check_keys(row: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     missing, foreign = set(keys) - row.keys(), row.keys() - set(keys)
     if missing or foreign:
         raise PlanError(f"keys missing: {sorted(missing)}; keys not known: {sorted(foreign)[:5]}")
@@ -273,7 +323,7 @@ def _check_keys(row: Mapping[str, Any], keys: Iterable[str]) -> None:
 def _micro_batch(row: Any) -> MicroBatch:
     if not isinstance(row, dict):
         raise PlanError(f"a micro-batch is {type(row).__name__}; it must be an object")
-    _check_keys(row, (f.name for f in fields(MicroBatch)))
+    _check_keys(row, tuple(f.name for f in fields(MicroBatch)))
     frozen = {name: _freeze(value) for name, value in row.items()}
     for name in ("sample_ids", "shapes", "padded_shape", "recompute"):
         if not isinstance(frozen[name], tuple):
@@ -290,5 +340,5 @@ def _check_ints(name: str, values: Any, *, minimum: int) -> None:
         raise PlanError(f"{name} is {values!r}; it must be a tuple of integers")
     for value in values:
         # bool is a subclass of int, yet True as a rank is a mistake; NumPy integers would not survive JSON.
-        if type(value) is not int or not minimum <= value < 2**62:
-            raise PlanError(f"{name} holds {value!r}; allowed are integers from {minimum} up to 2**62")
+        if type(value) is not int or not minimum <= value < _LIMIT:
+            raise PlanError(f"{name} holds {value!r}; allowed are integers from {minimum} to below 2**62")
