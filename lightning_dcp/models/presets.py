@@ -19,9 +19,11 @@ PRESETS: dict[str, Transformer1DConfig | Transformer2DConfig] = {
     "tiny-1d": Transformer1DConfig(vocab_size=64, num_layers=3, hidden_size=24, num_heads=6),
     "tiny-2d": Transformer2DConfig(in_size=5, out_size=5, num_layers=2, hidden_size=24, num_heads=6),
 }
-"""Configurations by name: ``transformer-1d`` (5.07 B parameters), ``transformer-2d`` (1.19 B), ``bytes-1d`` (0.5 M
-parameters, a token is a byte) and, for tests, ``tiny-1d`` and ``tiny-2d``: their 6 heads allow the SP sizes 1, 2, 3
-and 6."""
+"""Configurations by name.
+
+``transformer-1d`` has 5.07 B parameters, ``transformer-2d`` 1.19 B, ``bytes-1d`` 0.5 M and a token per byte. ``tiny-1d``
+and ``tiny-2d`` are for tests: their 6 heads allow the SP sizes 1, 2, 3 and 6.
+"""
 
 
 def build(name: str, **changes: Any) -> Transformer1D | Transformer2D:

@@ -1,0 +1,55 @@
+# Needs python3 (3.11 or newer) with venv, a C++ compiler and make. pip's own settings (index, wheel folders,
+# certificates) are honoured.
+#
+#   make train                                  the example on two CPU processes; results in runs/stdlib
+#   make train ARGS="--trainer.devices 4"       the same with other settings of its configuration
+#   make test                                   all tests
+#   make lint                                   formatting, lint and types
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# DeepSpeed looks for ninja on the PATH when it compiles its operator.
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: train test lint clean
+
+train: $(VENV)/.train $(VENV)/.ops
+	$(BIN)/python examples/stdlib/train.py fit --config examples/stdlib/config.yaml $(ARGS)
+
+test: $(VENV)/.test $(VENV)/.ops
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+
+# torch goes first and alone: no other requirement can then replace the build of it that pip chose.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch
+	touch $@
+
+$(VENV)/.train: $(VENV)/.torch setup.cfg pyproject.toml
+	$(PIP) install -c constraints.txt -e ".[plots]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch setup.cfg pyproject.toml
+	$(PIP) install -c constraints.txt -e ".[test,dev]"
+	touch $@
+
+# Order-only: either set of extras will do, and neither must make the operator be built again.
+$(VENV)/.ops: $(VENV)/.torch tools/build_ops.py | $(VENV)/.package
+	$(BIN)/python tools/build_ops.py
+	touch $@
+
+.PHONY: $(VENV)/.package
+$(VENV)/.package:
+	test -e $(VENV)/.train || test -e $(VENV)/.test
