@@ -17,10 +17,10 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: train test lint clean
 
-train: $(VENV)/.train $(VENV)/.ops
+train: $(VENV)/.train
 	$(BIN)/python examples/stdlib/train.py fit --config examples/stdlib/config.yaml $(ARGS)
 
-test: $(VENV)/.test $(VENV)/.ops
+test: $(VENV)/.test
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test
@@ -37,19 +37,12 @@ $(VENV)/.torch: constraints.txt
 	$(PIP) install -c constraints.txt torch
 	touch $@
 
-$(VENV)/.train: $(VENV)/.torch setup.cfg pyproject.toml
+$(VENV)/.train: $(VENV)/.torch setup.cfg pyproject.toml tools/build_ops.py
 	$(PIP) install -c constraints.txt -e ".[plots]"
-	touch $@
-
-$(VENV)/.test: $(VENV)/.torch setup.cfg pyproject.toml
-	$(PIP) install -c constraints.txt -e ".[test,dev]"
-	touch $@
-
-# Order-only: either set of extras will do, and neither must make the operator be built again.
-$(VENV)/.ops: $(VENV)/.torch tools/build_ops.py | $(VENV)/.package
 	$(BIN)/python tools/build_ops.py
 	touch $@
 
-.PHONY: $(VENV)/.package
-$(VENV)/.package:
-	test -e $(VENV)/.train || test -e $(VENV)/.test
+$(VENV)/.test: $(VENV)/.torch setup.cfg pyproject.toml tools/build_ops.py
+	$(PIP) install -c constraints.txt -e ".[test,dev]"
+	$(BIN)/python tools/build_ops.py
+	touch $@

@@ -1,8 +1,8 @@
 """Build DeepSpeed's CPU operator once, alone.
 
-The first engine on a machine compiles a C++ operator, which takes from half a minute to more than one. When two
-processes of a run meet that build at once, one waits for the lock file of the other; when a run is killed during the
-build, the lock stays and every later run waits for ever. So the build is done here, before any run.
+The first engine on a machine compiles a C++ operator, which takes from half a minute to more than one. Two
+processes that meet that build at once wait for each other's lock file; when a run is killed during the build, the
+lock stays and every later run waits for ever. So the build is done here, before any run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ STALE_AFTER_S = 60.0
 def remove_stale_locks(root: Path, now: float | None = None) -> list[Path]:
     """Delete lock files below ``root`` whose build no longer runs, and return them.
 
-    A lock holds no process id. ninja and its compilers run in the folder of the extension, so a lock is stale when it
-    is old and no process has that folder as its working directory.
+    A lock holds no process id. ninja and its compilers run in the folder of the extension, so a lock is stale when
+    it is old and no process has that folder as its working directory.
 
     Args:
         root: folder of torch's extensions: ``root / [tag /] name / lock``.

@@ -21,8 +21,8 @@ PRESETS: dict[str, Transformer1DConfig | Transformer2DConfig] = {
 }
 """Configurations by name.
 
-``transformer-1d`` has 5.07 B parameters, ``transformer-2d`` 1.19 B, ``bytes-1d`` 0.5 M and a token per byte. ``tiny-1d``
-and ``tiny-2d`` are for tests: their 6 heads allow the SP sizes 1, 2, 3 and 6.
+``transformer-1d`` has 5.07 B parameters, ``transformer-2d`` 1.19 B, ``bytes-1d`` 0.5 M and a token per byte.
+``tiny-1d`` and ``tiny-2d`` are for tests: their 6 heads allow the SP sizes 1, 2, 3 and 6.
 """
 
 

@@ -1,0 +1,141 @@
+"""The picture of one step. Imported by ``report`` alone, and only for a picture: it needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.report import Spans, describe, measured_idle
+
+# Okabe and Ito's colours keep apart for every kind of colour vision; light ones first, since text stands on them.
+_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2")
+_HATCHES = ("", "//", "xx", "..", "oo", "++", "**")
+_IDLE = "#e4e4e4"
+_INK = "#222222"
+_WIDTH_IN = 11.0
+_CHARACTER_IN = 0.072
+"""Width of a character of a label, in inches: a label is drawn only where it fits."""
+
+
+def draw(plan: IterationPlan, planned: Spans, measured: Spans, path: Path) -> None:
+    """Draw and write the PNG; arguments as in :func:`lightning_dcp.report.plot_timeline`."""
+    height = 1.6 + 2 * (0.55 + min(0.5, 8.0 / plan.world_size) * plan.world_size)
+    figure = Figure(figsize=(_WIDTH_IN, height), dpi=130, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    length = max((end for spans in (*planned, *measured) for _, end in spans), default=1e-3)
+    scale, unit = (1e3, "ms") if length < 1.0 else (1.0, "s")
+    for axes, spans, title in (
+        (upper, planned, _planned_title(plan)),
+        (lower, measured, _measured_title(measured)),
+    ):
+        _draw_ranks(axes, plan, [[(s * scale, e * scale) for s, e in rank] for rank in spans], length * scale)
+        axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    if plan.lower_bound:
+        upper.axvline(plan.lower_bound / 1e9 * scale, color="black", linestyle="--", linewidth=1.4)
+    lower.set_xlabel(f"time in the step [{unit}]")
+    handles = _legend(plan)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(10, len(handles)),
+        fontsize=8,
+        handleheight=1.6,
+        frameon=False,
+    )
+    figure.savefig(path, format="png")
+
+
+def _planned_title(plan: IterationPlan) -> str:
+    text = (
+        f"planned: {_seconds(plan.makespan / 1e9)}, idle {plan.idle_ratio:.1%}, padding {plan.padding_ratio:.1%}"
+    )
+    return f"{text}, {plan.gap:.1%} above the lower bound" if plan.lower_bound else text
+
+
+def _measured_title(measured: Spans) -> str:
+    length = max((end for spans in measured for _, end in spans), default=0.0)
+    return f"measured: {_seconds(length)}, idle {measured_idle(measured):.1%}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.1f} ms" if value < 1.0 else f"{value:.2f} s"
+
+
+def _draw_ranks(axes: Any, plan: IterationPlan, spans: Spans, length: float) -> None:
+    end = max((e for rank in spans for _, e in rank), default=length)
+    for rank in range(plan.world_size):
+        axes.add_patch(Rectangle((0.0, rank - 0.45), end, 0.9, facecolor=_IDLE, edgecolor="none"))
+        for micro_batch, span in zip(plan.of_rank(rank), spans[rank], strict=True):
+            _draw_bar(axes, plan, micro_batch, (rank, span, length))
+    axes.set(xlim=(0.0, length * 1.01), ylim=(plan.world_size - 0.4, -0.6), ylabel="rank")
+    axes.set_yticks(range(plan.world_size))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_bar(
+    axes: Any, plan: IterationPlan, micro_batch: MicroBatch, place: tuple[int, tuple[float, float], float]
+) -> None:
+    rank, (start, end), length = place
+    axes.add_patch(
+        Rectangle(
+            (start, rank - 0.45),
+            end - start,
+            0.9,
+            facecolor=_colour(plan, micro_batch.sp_size),
+            hatch=_hatch(plan, micro_batch.recompute),
+            edgecolor="white",
+            linewidth=0.8,
+        )
+    )
+    text = describe(micro_batch)
+    room = (end - start) / length * (_WIDTH_IN - 1.0)
+    fits_flat, fits_upright = room > (len(text) + 1) * _CHARACTER_IN, room > 2.2 * _CHARACTER_IN
+    if fits_flat or fits_upright:
+        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.75, "edgecolor": "none"}
+        axes.text(
+            (start + end) / 2,
+            rank,
+            text,
+            rotation=0 if fits_flat else 90,
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=_INK,
+            bbox=box if any(micro_batch.recompute) else None,
+        )
+
+
+def _values(plan: IterationPlan) -> tuple[list[int], list[tuple[int, ...]]]:
+    return (
+        sorted({m.sp_size for m in plan.micro_batches}),
+        sorted({m.recompute for m in plan.micro_batches}, key=lambda r: (sum(r), r)),
+    )
+
+
+def _colour(plan: IterationPlan, sp_size: int) -> str:
+    return _COLOURS[_values(plan)[0].index(sp_size) % len(_COLOURS)]
+
+
+def _hatch(plan: IterationPlan, recompute: tuple[int, ...]) -> str:
+    depths = [r for r in _values(plan)[1] if any(r)]
+    return _HATCHES[1 + depths.index(recompute) % (len(_HATCHES) - 1)] if any(recompute) else ""
+
+
+def _legend(plan: IterationPlan) -> Sequence[Any]:
+    sp_sizes, depths = _values(plan)
+    handles: list[Any] = [Patch(facecolor=_colour(plan, p), label=f"p = {p}") for p in sp_sizes]
+    for depth in depths:
+        label = f"r = {'+'.join(str(r) for r in depth) or '0'}"
+        handles.append(Patch(facecolor="#999999", edgecolor="white", hatch=_hatch(plan, depth), label=label))
+    handles.append(Patch(facecolor=_IDLE, label="idle"))
+    if plan.lower_bound:
+        handles.append(Line2D([], [], color="black", linestyle="--", label="lower bound"))
+    handles.append(Patch(facecolor="none", label="in a bar: batch size b, or b·r"))
+    return handles
