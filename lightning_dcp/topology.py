@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Block = tuple[int, int]
 """``(first_rank, sp_size)``: the ranks ``first_rank .. first_rank + sp_size - 1``."""
@@ -32,6 +32,11 @@ class World:
             ranks_per_node=per_node,
             blocks=laminar_blocks(world_size, sp_sizes, per_node),
         )
+
+    def restricted(self, sp_sizes: Iterable[int]) -> World:
+        """The same world without the groups of other sizes; its process groups exist already."""
+        allowed = {1, *sp_sizes}
+        return replace(self, blocks=tuple(block for block in self.blocks if block[1] in allowed))
 
     @property
     def sp_sizes(self) -> tuple[int, ...]:

@@ -1,0 +1,222 @@
+"""One optimizer step: all micro-batches of this rank, then one vote and one reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dcp.agreement import Agreement
+from lightning_dcp.data.batch import Batch, DCPBatch
+from lightning_dcp.engine import ZeroEngine
+from lightning_dcp.execution import MicroBatchRunner, RunningMicroBatch, StepOutcome
+from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.seeding import seed_from
+from lightning_dcp.timing import Span, SpanClock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What happened in one step.
+
+    Attributes:
+        epoch, step: position in the permutation.
+        plan: the plan of all ranks.
+        loss: exact mean of the step's losses over all ranks, the same on every rank.
+        count: items that it is the mean of.
+        spans: start and end of each micro-batch of this rank, in seconds since the step began.
+        seconds: duration of the step up to the vote; without the reduction and the optimizer.
+        idle_ratio: measured share of all ranks' time in which no micro-batch ran.
+    """
+
+    epoch: int
+    step: int
+    plan: IterationPlan
+    loss: float
+    count: float
+    spans: tuple[Span, ...]
+    seconds: float
+    idle_ratio: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tally:
+    """What this rank adds up over its micro-batches."""
+
+    device: torch.device
+    count: float | Tensor = 0.0
+    loss_sum: float | Tensor = 0.0
+    masks_differ: Tensor | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, outcome: StepOutcome) -> None:
+        # Sums in float64: a long step adds up many values of different size.
+        self.count = self.count + _double(outcome.count)
+        self.loss_sum = self.loss_sum + _double(outcome.objective.detach())
+
+    def close(self, running: RunningMicroBatch) -> None:
+        """Take over what the exchanges of a finished micro-batch reported."""
+        ids = running.micro_batch.sample_ids
+        self.problems += [f"samples {ids}: {reason}" for reason in dict.fromkeys(running.context.failures)]
+        if running.context.masks_differ is not None:
+            seen = running.context.masks_differ
+            self.masks_differ = seen if self.masks_differ is None else self.masks_differ + seen
+
+
+def _double(value: float | Tensor) -> float | Tensor:
+    return value.to(torch.float64) if isinstance(value, Tensor) else value
+
+
+class StepExecutor:
+    """Runs the micro-batches of one rank through the Trainer's closure.
+
+    Args:
+        runner: opens micro-batches.
+        engine: holds back and then triggers the reduction.
+        agreement: the world.
+        transfer: moves a collated micro-batch to the device, with the user's hooks.
+        rank: global rank.
+        device: device of this rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: MicroBatchRunner,
+        engine: ZeroEngine,
+        agreement: Agreement,
+        transfer: Callable[[Batch], Batch],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.runner = runner
+        self._engine = engine
+        self._agreement = agreement
+        self._transfer = transfer
+        self._rank = rank
+        self._device = device
+        self._running: RunningMicroBatch | None = None
+        self._outcome: StepOutcome | None = None
+        self._expected = 1.0
+        self._tally = _Tally(device=device)
+
+    def run(self, item: DCPBatch, closure: Callable[[int, MicroBatch | None], None]) -> StepRecord:
+        """Train one step up to and including the reduction of the gradients.
+
+        Args:
+            item: the step.
+            closure: runs ``training_step`` (through :meth:`training_step`) and the backward of one micro-batch; it
+                is given its index and plan. A rank without a micro-batch calls it once with ``None``.
+
+        Raises:
+            StepError: on all ranks, if the step is void on any.
+        """
+        mine = item.plan.iteration.of_rank(self._rank)
+        self._engine.begin()
+        self._tally = _Tally(device=self._device)
+        self._expected = max(self._agree(item, mine), 1.0)
+        clock = SpanClock(self._device)
+        for index, (micro_batch, data) in enumerate(zip(mine, item.data, strict=True)):
+            with clock.span():
+                self._run_one(item, micro_batch, data, index, closure)
+        if not mine:
+            closure(0, None)
+        record = self._vote(item, clock)
+        self._engine.reduce()
+        return record
+
+    def training_step(self, call: Callable[[Any], Any]) -> Any:
+        """Run the user's ``training_step`` on the opened micro-batch and weight its loss.
+
+        The returned loss has the value that the user returned, so that callbacks see it unscaled, and the
+        gradient of this rank's share of the step's mean: DeepSpeed averages over ``W``, so a sum of losses is
+        weighted ``W / N`` and a mean over ``n`` items ``W n / N``.
+
+        Args:
+            call: calls the user's ``training_step`` with a batch.
+        """
+        if self._running is None:
+            return self._zero()
+        result = call(self._running.shard)
+        outcome = self.runner.outcome(self._running, result)
+        self._outcome = outcome
+        self._tally.add(outcome)
+        weighted = outcome.objective * (self._agreement.world_size / self._expected)
+        loss = outcome.loss.to(weighted.dtype) + (weighted - weighted.detach())
+        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
+
+    def _run_one(
+        self,
+        item: DCPBatch,
+        micro_batch: MicroBatch,
+        data: Batch,
+        index: int,
+        closure: Callable[[int, MicroBatch | None], None],
+    ) -> None:
+        batch = self._transfer(data)
+        with self.runner.open(micro_batch, batch, epoch=item.epoch, step=item.step) as running:
+            self._running = running
+            try:
+                closure(index, micro_batch)
+            finally:
+                self._running = None
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None and outcome.suspicious and not self._engine.last_gradients_finite():
+            running.context.failures.append(
+                "this shard has no valid label, and the gradient of the value that training_step returned is not "
+                "finite. Return lightning_dcp.sequence_parallel.loss_sum(values_BS, mask_BS), which is safe for it"
+            )
+        self._tally.close(running)
+
+    def _agree(self, item: DCPBatch, mine: tuple[MicroBatch, ...]) -> float:
+        """Count this rank's items before anything is moved, and check that all ranks hold the same plan."""
+        problems = [item.error] if item.error else []
+        items = 0.0
+        if not problems:
+            try:
+                items = sum(self._items(micro_batch, data) for micro_batch, data in zip(mine, item.data, strict=True))
+            except Exception as error:  # user hooks: whatever they raise must reach all ranks
+                problems = [f"counting the items of a batch failed: {type(error).__name__}: {error}"]
+        digest = seed_from(item.plan.iteration.digest(), item.epoch, item.step) % 2**40
+        return self._agreement.begin(digest, items, problems)
+
+    def _items(self, micro_batch: MicroBatch, data: Batch) -> float:
+        group = self.runner.groups.of(micro_batch.first_rank, micro_batch.sp_size)
+        return self.runner.count_unsharded(micro_batch, data, group)
+
+    def _vote(self, item: DCPBatch, clock: SpanClock) -> StepRecord:
+        spans = clock.spans()
+        busy = sum(end - start for start, end in spans)
+        tally = self._tally
+        try:
+            totals = self._agreement.end(
+                (tally.count, tally.loss_sum, busy), tally.masks_differ, tally.problems
+            )
+        except BaseException:
+            self._engine.abandon()
+            raise
+        if totals.count != self._expected and totals.count > 0:
+            # training_step counted otherwise than loss_items: the weights used N = expected, the truth is the vote's.
+            self._engine.scale_gradients(self._expected / totals.count)
+        seconds = clock.elapsed()
+        world = self._agreement.world_size
+        return StepRecord(
+            epoch=item.epoch,
+            step=item.step,
+            plan=item.plan.iteration,
+            loss=totals.loss_sum / max(totals.count, 1.0),
+            count=totals.count,
+            spans=spans,
+            seconds=seconds,
+            idle_ratio=max(0.0, 1.0 - totals.busy_seconds / (world * seconds)) if seconds > 0 else 0.0,
+        )
+
+    def _zero(self) -> Tensor:
+        """Zero with a gradient for every trainable parameter: what an empty rank contributes."""
+        terms = [p.sum() for p in self.runner.module.parameters() if p.requires_grad]
+        return torch.stack([term.float() for term in terms]).sum() * 0.0
+
+

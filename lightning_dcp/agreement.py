@@ -1,0 +1,122 @@
+"""The two small world all-reduces of a step: before the first micro-batch and after the last.
+
+No other world collective runs while ranks may be inside micro-batches. Each carries a flag, so that a problem
+of one rank is raised on all of them instead of leaving the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class StepError(RuntimeError):
+    """A step cannot be trained; raised on every rank with the reasons of all of them."""
+
+
+_HALF = 20
+"""Bits of each half of a digest; squares of halves summed over a million ranks stay exact in float64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTotals:
+    """Sums over all ranks at the end of a step.
+
+    Attributes:
+        count: items that the ranks answered for.
+        loss_sum: sum of the losses of all items.
+        busy_seconds: seconds spent in micro-batches.
+    """
+
+    count: float
+    loss_sum: float
+    busy_seconds: float
+
+
+class Agreement:
+    """Talks to the whole world on behalf of one rank.
+
+    Args:
+        world_size: number of ranks; with one nothing is communicated.
+        device: device of the reduced tensors (CUDA under NCCL).
+    """
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.world_size = world_size
+        self._device = device
+
+    def begin(self, digest: int, items: float, problems: Sequence[str]) -> float:
+        """Called by every rank once per step, before its first micro-batch; returns the step's number of items ``N``.
+
+        Args:
+            digest: 40-bit fingerprint of plan, epoch and step.
+            items: items of this rank.
+            problems: reasons why this rank cannot train the step.
+
+        Raises:
+            StepError: on all ranks, if any rank has a problem or the digests differ.
+        """
+        low, high = digest & (2**_HALF - 1), digest >> _HALF
+        mine = [float(bool(problems)), items, low, low * low, high, high * high]
+        failed, total, *sums = self._sum(torch.tensor(mine, dtype=torch.float64))
+        if failed:
+            self._raise(problems)
+        # sum(x)^2 = W * sum(x^2) holds exactly when all x are equal (Cauchy-Schwarz), so all ranks see the same
+        # verdict from sums alone.
+        if any(sums[i] * sums[i] != self.world_size * sums[i + 1] for i in (0, 2)):
+            raise StepError(
+                f"the ranks have different plans for this step (digest {digest:#x} here). Plans follow from the data's "
+                "lengths, the profile and the strategy's settings: check that dataset, files and arguments are the "
+                "same on all ranks"
+            )
+        return total
+
+    def end(
+        self, totals: Sequence[Tensor | float], masks_differ: Tensor | None, problems: Sequence[str]
+    ) -> StepTotals:
+        """Called by every rank once per step, after its last backward and before the gradients are reduced.
+
+        Args:
+            totals: count, loss sum and busy seconds of this rank.
+            masks_differ: above zero where the ranks of a group disagreed on an attention mask; on the device.
+            problems: reasons why this rank's gradients are void.
+
+        Raises:
+            StepError: on all ranks, if any rank has a problem.
+        """
+        vector = torch.zeros(5, dtype=torch.float64, device=self._device)
+        vector[0] = float(bool(problems))
+        if masks_differ is not None:
+            vector[1] = masks_differ.to(torch.float64).sum()
+        for index, value in enumerate(totals):
+            vector[2 + index] = value
+        failed, differ, count, loss_sum, busy = self._sum(vector)
+        if failed or differ:
+            self._raise([*problems, *([_MASKS_DIFFER] if differ else [])])
+        return StepTotals(count=count, loss_sum=loss_sum, busy_seconds=busy)
+
+    def _sum(self, vector: Tensor) -> list[float]:
+        if self.world_size > 1:
+            vector = vector.to(self._device)
+            dist.all_reduce(vector)
+        values: list[float] = vector.tolist()
+        return values
+
+    def _raise(self, problems: Sequence[str]) -> None:
+        """Exchange the reasons and raise the same error everywhere; all ranks come here or none."""
+        everyone: list[list[str]] = [list(problems)]
+        if self.world_size > 1:
+            everyone = [[] for _ in range(self.world_size)]
+            dist.all_gather_object(everyone, list(problems))
+        lines = [f"rank {rank}: {problem}" for rank, reasons in enumerate(everyone) for problem in reasons]
+        raise StepError("\n".join(dict.fromkeys(lines)))
+
+
+_MASKS_DIFFER = (
+    "an attention mask was given on some ranks of a sequence-parallel group only, so part of the heads ignored it. "
+    "Pass the mask on every shard (also where it is all True), or set sp_sizes=[1]"
+)

@@ -1,0 +1,94 @@
+"""What a user sees of the plans: exact loss, throughput, idle and padding in the progress bar and the logger."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from lightning_dcp.accumulation import StepRecord
+from lightning_dcp.metrics import step_metrics
+from lightning_dcp.timing import Span
+
+PREFIX = "dcp/"
+
+
+class DCPCallback(pl.Callback):
+    """Logs every step's record; ``DCPStrategy`` adds one where none was given.
+
+    The key ``loss`` is the exact mean of the step over all ranks; the other keys begin with ``dcp/``. Everything is
+    known to every rank already, so nothing is communicated.
+
+    Args:
+        prog_bar: keys, without prefix, that the progress bar shows.
+        plans_file: file that rank 0 writes one JSON line per step to; the plans can be trained again with
+            ``DCPStrategy(planner=Replay(file))``.
+        keep_records: steps whose records are kept in memory for :meth:`timeline`, the latest ones.
+    """
+
+    def __init__(
+        self,
+        prog_bar: Sequence[str] = ("loss", "tokens_per_second", "idle_measured"),
+        plans_file: str | Path | None = None,
+        keep_records: int = 1024,
+    ) -> None:
+        self.prog_bar = tuple(prog_bar)
+        self.plans_file = Path(plans_file) if plans_file is not None else None
+        self.keep_records = keep_records
+        self.records: list[StepRecord] = []
+        self.metrics: list[dict[str, float]] = []
+        self._last_end = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock and, on rank 0, a new file of plans."""
+        self._last_end = time.perf_counter()
+        if self.plans_file is not None and trainer.is_global_zero and trainer.global_step == 0:
+            self.plans_file.parent.mkdir(parents=True, exist_ok=True)
+            self.plans_file.write_text("")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the step that has just been trained."""
+        record: StepRecord = trainer.strategy.last_step  # type: ignore[attr-defined]
+        now = time.perf_counter()
+        metrics = step_metrics(record, now - self._last_end)
+        self._last_end = now
+        self._remember(record, metrics)
+        shown = {f"{PREFIX}{key}": value for key, value in metrics.items() if math.isfinite(value)}
+        self._log(pl_module, {"loss": record.loss, **shown})
+        if self.plans_file is not None and trainer.is_global_zero:
+            with self.plans_file.open("a") as file:
+                file.write(record.plan.to_json() + "\n")
+
+    def timeline(self, index: int = -1) -> list[tuple[Span, ...]]:
+        """Measured spans of all ranks for one kept step, in rank order; called by all ranks, outside of a step.
+
+        Args:
+            index: position in :attr:`records`.
+        """
+        mine = self.records[index].spans
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return [mine]
+        spans: list[tuple[Span, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(spans, mine)
+        return spans
+
+    def _remember(self, record: StepRecord, metrics: dict[str, float]) -> None:
+        self.records.append(record)
+        self.metrics.append(metrics)
+        del self.records[: -self.keep_records], self.metrics[: -self.keep_records]
+
+    def _log(self, pl_module: pl.LightningModule, values: dict[str, float]) -> None:
+        in_bar = {key: key.removeprefix(PREFIX) in self.prog_bar for key in values}
+        for shown in (True, False):
+            part = {k: torch.tensor(v, dtype=torch.float64) for k, v in values.items() if in_bar[k] is shown}
+            if part:
+                pl_module.log_dict(part, on_step=True, on_epoch=False, prog_bar=shown, batch_size=1)
+

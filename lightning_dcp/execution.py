@@ -1,0 +1,284 @@
+"""Run one micro-batch: the one path that training, profile and self-check share.
+
+Between :meth:`MicroBatchRunner.open` and the end of its block, forward and backward see the micro-batch's
+sequence-parallel group, its recompute depth and its random numbers. Only that group communicates inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_dcp.data.batch import Batch
+from lightning_dcp.plan import MicroBatch
+from lightning_dcp.recompute import RecomputeSwitch
+from lightning_dcp.seeding import seed_from
+from lightning_dcp.sequence_parallel.context import LossWeighting, MicroBatchContext, SPGroup, activate
+from lightning_dcp.sequence_parallel.groups import ProcessGroups
+from lightning_dcp.sequence_parallel.interception import patched_attention
+
+LossReduction = Literal["mean", "sum"]
+
+
+class BatchHooks(Protocol):
+    """What the data side knows about a batch; :class:`~lightning_dcp.data.DCPDataModule` has both."""
+
+    def shard(self, batch: Batch, group: SPGroup) -> Batch:
+        """This rank's part of an unsharded micro-batch."""
+        ...
+
+    def loss_items(self, batch: Batch) -> int:
+        """Items (valid labels) of a shard that the loss averages over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """How a step's losses combine.
+
+    Attributes:
+        weighting: the objective is the mean over items (``"token"``) or over samples of the mean over their items.
+        reduction: whether ``training_step`` returns the mean or the sum over the items of its shard.
+        labels_key: key of the labels ``[B, S]``; needed by sample weighting only.
+        ignore_index: label of positions that do not count.
+    """
+
+    weighting: LossWeighting = "token"
+    reduction: LossReduction = "mean"
+    labels_key: str = "labels"
+    ignore_index: int = -100
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningMicroBatch:
+    """An opened micro-batch.
+
+    Attributes:
+        micro_batch: its plan.
+        shard: what ``training_step`` gets, on the device.
+        items: items that this rank answers for when ``training_step`` returns a plain number.
+        context: what is published through the slot.
+        one_item_count: under sample weighting, whether all samples have equally many items, so that a plain
+            mean over items is a mean over samples.
+    """
+
+    micro_batch: MicroBatch
+    shard: Batch
+    items: float
+    context: MicroBatchContext
+    one_item_count: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a ``training_step`` returned, in the terms of the objective.
+
+    Attributes:
+        loss: the scalar as the user returned it, detached; 0 for a shard without an item whose value was not finite.
+        objective: sum over this rank's items, with its graph. Summed over ranks and micro-batches and divided by
+            the step's count it is the objective of a single process.
+        count: items (or, weighted by sample, samples) that this rank answers for.
+        suspicious: the shard has no item and its value was not finite; its gradient must be looked at.
+        context: the micro-batch's context, with failures and interceptions.
+    """
+
+    loss: Tensor
+    objective: Tensor
+    count: float | Tensor
+    suspicious: bool
+    context: MicroBatchContext
+
+
+class MicroBatchRunner:
+    """Opens micro-batches and reads what ``training_step`` returns.
+
+    Args:
+        module: the LightningModule.
+        groups: process groups of the run.
+        recompute: the switch over the module's repeated layers.
+        hooks: sharding and counting.
+        seed: seed of the run's random numbers.
+        loss: how losses combine.
+        precision: context manager factory around a ``training_step`` (the precision plugin's).
+    """
+
+    def __init__(
+        self,
+        *,
+        module: torch.nn.Module,
+        groups: ProcessGroups,
+        recompute: RecomputeSwitch,
+        hooks: BatchHooks,
+        seed: int,
+        loss: LossSettings | None = None,
+        precision: Callable[[], Any] = nullcontext,
+    ) -> None:
+        self.module = module
+        self.groups = groups
+        self.recompute = recompute
+        self.hooks = hooks
+        self.seed = seed
+        self.loss = loss or LossSettings()
+        self._precision = precision
+
+    @contextmanager
+    def open(
+        self, micro_batch: MicroBatch, batch: Batch, *, epoch: int = 0, step: int = 0
+    ) -> Iterator[RunningMicroBatch]:
+        """Publish the micro-batch until its backward is done.
+
+        Args:
+            micro_batch: its plan.
+            batch: collated and unsharded, on the device of the module.
+            epoch: epoch of the permutation.
+            step: step of the epoch; with the samples and the rank in the group it seeds dropout.
+        """
+        group = self.groups.of(micro_batch.first_rank, micro_batch.sp_size)
+        context = MicroBatchContext(
+            group=group,
+            sample_ids=micro_batch.sample_ids,
+            shapes=micro_batch.shapes,
+            padded_shape=micro_batch.padded_shape,
+            seed=self.seed,
+            epoch=epoch,
+            weighting=self.loss.weighting,
+            items_per_sample_B=self._items_per_sample(batch),
+        )
+        with ExitStack() as stack:
+            stack.enter_context(activate(context))
+            if group.size > 1:
+                stack.enter_context(patched_attention())
+            stack.enter_context(self.recompute.depth(micro_batch.recompute))
+            stack.enter_context(_seeded(seed_from(self.seed, epoch, step, micro_batch.sample_ids[0], group.rank)))
+            shard = self.hooks.shard(batch, group)
+            items, one_item_count = self.count(shard, context)
+            yield RunningMicroBatch(
+                micro_batch=micro_batch,
+                shard=shard,
+                items=items,
+                context=context,
+                one_item_count=one_item_count,
+            )
+
+    @contextmanager
+    def step(
+        self, micro_batch: MicroBatch, batch: Batch, *, epoch: int = 0, step: int = 0
+    ) -> Iterator[StepOutcome]:
+        """Run ``training_step`` outside of the Trainer's loop; the backward belongs inside the block."""
+        with self.open(micro_batch, batch, epoch=epoch, step=step) as running:
+            with self._precision():
+                result = self.module.training_step(running.shard, 0)  # type: ignore[operator]
+            yield self.outcome(running, result)
+
+    def count(self, shard: Batch, context: MicroBatchContext) -> tuple[float, bool]:
+        """Items (weighted by sample: samples) of a shard, and whether a plain mean over items may stand for it."""
+        if self.loss.weighting == "token":
+            return float(self.hooks.loss_items(shard)), True
+        totals_B = context.items_per_sample_B
+        labels = shard.get(self.loss.labels_key)
+        if totals_B is None or not isinstance(labels, Tensor):
+            return 0.0, False
+        here_B = (labels != self.loss.ignore_index).flatten(1).sum(1).to(totals_B)
+        share = torch.where(totals_B > 0, here_B / totals_B.clamp(min=1), torch.zeros_like(totals_B)).sum()
+        counted = totals_B[totals_B > 0]
+        return float(share), counted.numel() == 0 or bool((counted == counted[0]).all())
+
+    def count_unsharded(self, micro_batch: MicroBatch, batch: Batch, group: SPGroup) -> float:
+        """Items of this rank's shard of a micro-batch that is not running yet; nothing is moved or communicated."""
+        context = MicroBatchContext(
+            group=group,
+            sample_ids=micro_batch.sample_ids,
+            shapes=micro_batch.shapes,
+            padded_shape=micro_batch.padded_shape,
+            weighting=self.loss.weighting,
+            items_per_sample_B=self._items_per_sample(batch),
+        )
+        with activate(context):
+            return self.count(self.hooks.shard(batch, group), context)[0]
+
+    def outcome(self, running: RunningMicroBatch, result: Any) -> StepOutcome:
+        """Translate what ``training_step`` returned.
+
+        Raises:
+            ValueError: it is neither a scalar nor a mapping with a scalar ``"loss"``.
+        """
+        context = running.context
+        if context.group.size > 1 and context.interceptions == 0:
+            context.failures.append(
+                "no call of torch.nn.functional.scaled_dot_product_attention was seen at sequence-parallel size "
+                f"{context.group.size}, so each rank attended to its shard only. Call it through the module "
+                "(F.scaled_dot_product_attention), or lightning_dcp.sequence_parallel.attention, use need_weights=False "
+                'in nn.MultiheadAttention and attn_implementation="sdpa" in Hugging Face models, or set sp_sizes=[1]'
+            )
+        mapping = isinstance(result, Mapping)
+        loss = result.get("loss") if mapping else result
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                f"training_step returned {_describe(result)}; return a scalar tensor, or a mapping with a scalar "
+                '"loss" (and "count" where the loss is a sum over that many items)'
+            )
+        count: float | Tensor = running.items
+        if mapping and "count" in result:
+            count, objective = result["count"], loss
+        else:
+            self._check_plain(running)
+            # In float32 at least: the weight of a bf16 loss would be rounded to 8 bits.
+            objective = loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._plain_factor(running)
+        suspicious = running.items == 0 and not isinstance(count, Tensor) and not bool(torch.isfinite(loss))
+        if suspicious:
+            objective = torch.where(torch.isfinite(objective), objective, torch.zeros_like(objective))
+            loss = torch.zeros_like(loss)
+        return StepOutcome(
+            loss=loss.detach().reshape(()),
+            objective=objective.reshape(()),
+            count=count,
+            suspicious=suspicious,
+            context=context,
+        )
+
+    def _plain_factor(self, running: RunningMicroBatch) -> float:
+        """What turns a plain number that ``training_step`` returned into the sum of this rank's weighted losses."""
+        if self.loss.reduction == "mean":
+            return running.items
+        if self.loss.weighting == "token":
+            return 1.0
+        return running.items / max(self.hooks.loss_items(running.shard), 1)
+
+    def _check_plain(self, running: RunningMicroBatch) -> None:
+        if not running.one_item_count:
+            running.context.failures.append(
+                f"samples {running.micro_batch.sample_ids} have different numbers of valid labels, so the number that "
+                'training_step returned cannot be weighted by sample. With loss_weighting="sample" return '
+                "lightning_dcp.sequence_parallel.loss_sum(values_BS, mask_BS)"
+            )
+
+    def _items_per_sample(self, batch: Batch) -> Tensor | None:
+        labels = batch.get(self.loss.labels_key) if self.loss.weighting == "sample" else None
+        if not isinstance(labels, Tensor):
+            return None
+        return (labels != self.loss.ignore_index).flatten(1).sum(1).to(torch.float64)
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    return f"a mapping with the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else repr(result)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's global generators for a micro-batch and give the old state back afterwards.
+
+    Restoring keeps what users draw between steps independent of the plan.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.random.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
+        yield

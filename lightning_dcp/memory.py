@@ -1,0 +1,47 @@
+"""How many bytes a rank may use."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def memory_bytes(limit: float | int | str, device: torch.device, ranks_per_node: int) -> int:
+    """Bytes that a rank may use, from a share of its device or an amount.
+
+    Args:
+        limit: a share in ``(0, 1]`` of the device's memory (on CPU: of this rank's part of the main memory), or an
+            amount such as ``"80GB"`` or ``"512 MiB"``.
+        device: device of the rank.
+        ranks_per_node: ranks that share the main memory.
+
+    Raises:
+        ValueError: the limit is neither.
+    """
+    if isinstance(limit, str):
+        return _parse(limit)
+    if isinstance(limit, bool) or not 0 < limit <= 1:
+        raise ValueError(
+            f"memory_limit is {limit!r}; allowed are a share of the device's memory above 0 and up to 1, or an amount "
+            'such as "80GB"'
+        )
+    return int(limit * _total(device, ranks_per_node))
+
+
+def _parse(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text, flags=re.IGNORECASE)
+    amount = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    if amount < 1:
+        raise ValueError(f'memory_limit is {text!r}; allowed is a positive amount such as "80GB", "512MB" or "1.5GiB"')
+    return int(amount)
+
+
+def _total(device: torch.device, ranks_per_node: int) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node

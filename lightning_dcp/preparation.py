@@ -1,0 +1,261 @@
+"""What happens once in ``setup()``: from the user's model and data to a bound planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_dcp.cost import CostModel, IntArray, Profile, RecomputePolicy
+from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.loader import DCPLoader, PlanningContext
+from lightning_dcp.execution import LossSettings, MicroBatchRunner
+from lightning_dcp.memory import memory_bytes
+from lightning_dcp.plan import MicroBatch, Shape
+from lightning_dcp.planners import Planner, create
+from lightning_dcp.planners.protocol import Limits
+from lightning_dcp.profiling import obtain_profile
+from lightning_dcp.profiling.snapshot import untouched
+from lightning_dcp.recompute import RecomputeSwitch, find_families
+from lightning_dcp.selfcheck import Freedoms, self_check
+from lightning_dcp.sequence_parallel.groups import ProcessGroups
+from lightning_dcp.sequence_parallel.interception import AttentionRecorder
+from lightning_dcp.topology import World, legal_sp_sizes
+
+SelfCheck = bool | Literal["strict"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The strategy's own arguments, checked; see :class:`~lightning_dcp.strategy.DCPStrategy`."""
+
+    planner: str | Planner = "balanced"
+    sp_sizes: tuple[int, ...] | None = None
+    max_batch_size: int | None = None
+    max_tokens: int | None = None
+    min_micro_batches: int = 1
+    max_step_factor: float | None = None
+    length_groups: int = 6
+    recompute: RecomputePolicy = "auto"
+    layers: tuple[str | type, ...] | None = None
+    memory_limit: float | str = 0.9
+    profile: Profile | str | Path | None = None
+    self_check: SelfCheck = True
+    loss: LossSettings = LossSettings()
+
+    def __post_init__(self) -> None:
+        if self.recompute not in ("auto", "none", "full"):
+            raise ValueError(f'recompute is {self.recompute!r}; allowed are "auto", "none" and "full"')
+        if self.self_check not in (True, False, "strict"):
+            raise ValueError(f'self_check is {self.self_check!r}; allowed are True, False and "strict"')
+        if self.loss.weighting not in ("token", "sample"):
+            raise ValueError(f'loss_weighting is {self.loss.weighting!r}; allowed are "token" and "sample"')
+        if self.loss.reduction not in ("mean", "sum"):
+            raise ValueError(f'loss_reduction is {self.loss.reduction!r}; allowed are "mean" and "sum"')
+        for name in ("max_batch_size", "max_tokens", "min_micro_batches", "length_groups"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value!r}; allowed are integers from 1")
+        if self.max_step_factor is not None and not self.max_step_factor >= 1:
+            raise ValueError(f"max_step_factor is {self.max_step_factor!r}; allowed are numbers from 1")
+        for size in self.sp_sizes or ():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"sp_sizes is {list(self.sp_sizes or ())}; allowed are integers from 1")
+        memory_bytes(self.memory_limit, torch.device("cpu"), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a rank runs: the facts about the launch that do not depend on the model."""
+
+    rank: int
+    world_size: int
+    ranks_per_node: int
+    device: torch.device
+    precision: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that a run of steps needs, made once per fit."""
+
+    world: World
+    groups: ProcessGroups
+    runner: MicroBatchRunner
+    freedoms: Freedoms
+    profile: Profile
+    limits: Limits
+    planner: Planner
+
+    def planning(self, rank: int, profile: Profile | None = None) -> PlanningContext:
+        """What the loader plans with."""
+        cost = CostModel(profile or self.profile)
+        # A profile of an earlier run may lack a size that is legal here; it cannot be planned then.
+        world = self.world.restricted(set(self.world.sp_sizes) & set(cost.sp_sizes))
+        return PlanningContext(rank=rank, planner=self.planner, cost=cost, world=world, limits=self.limits)
+
+
+def prepare(
+    settings: Settings,
+    site: Site,
+    module: torch.nn.Module,
+    loader: DCPLoader,
+    transfer: Callable[[Batch], Batch],
+) -> Prepared:
+    """Find layers and heads, build the groups, check the model and measure it; called by every rank.
+
+    The user's module is left bit-equal: weights, buffers, gradients, random numbers, flags and hooks.
+
+    Args:
+        settings: the strategy's arguments.
+        site: this rank.
+        module: the engine's module, after ``deepspeed.initialize``.
+        loader: the train loader.
+        transfer: moves a collated micro-batch to the device, with the user's hooks.
+    """
+
+    def load(micro_batch: MicroBatch) -> Batch:
+        return transfer(loader.load(micro_batch))
+
+    switch = RecomputeSwitch(find_families(module, settings.layers))
+    planner = create(settings.planner)
+    single = MicroBatchRunner(
+        module=module,
+        groups=ProcessGroups([(rank, 1) for rank in range(site.world_size)]),
+        recompute=switch,
+        hooks=loader.hooks,
+        seed=loader.seed,
+        loss=settings.loss,
+    )
+    sizes = _sp_sizes(settings, site, single, module, loader, load)
+    world = World.build(site.world_size, sizes, site.ranks_per_node)
+    groups = ProcessGroups(world.blocks)
+    runner = MicroBatchRunner(
+        module=module,
+        groups=groups,
+        recompute=switch,
+        hooks=loader.hooks,
+        seed=loader.seed,
+        loss=settings.loss,
+    )
+    freedoms = _freedoms(settings, site, runner, world, switch, loader, load)
+    world = world.restricted(freedoms.sp_sizes)
+    limits = Limits(
+        memory_bytes=memory_bytes(settings.memory_limit, site.device, site.ranks_per_node),
+        max_batch_size=settings.max_batch_size,
+        max_tokens=settings.max_tokens,
+        min_micro_batches=settings.min_micro_batches,
+        max_step_factor=settings.max_step_factor,
+        recompute=settings.recompute if freedoms.recompute else "none",
+        exact_shapes=freedoms.exact_shapes,
+    )
+    profile = obtain_profile(
+        settings.profile,
+        runner=runner,
+        world=world,
+        rank=site.rank,
+        device=site.device,
+        precision=site.precision,
+        shapes=loader.shapes,
+        load=load,
+        limits=limits,
+        length_groups=settings.length_groups,
+    )
+    return Prepared(
+        world=world,
+        groups=groups,
+        runner=runner,
+        freedoms=freedoms,
+        profile=profile,
+        limits=limits,
+        planner=planner,
+    )
+
+
+def two_short_samples(shapes: IntArray) -> tuple[int, int]:
+    """Two short samples of different length for the self-check: the shortest, and one of at least twice its tokens.
+
+    Ties go to the smaller position, so every rank chooses the same.
+    """
+    tokens = shapes.prod(axis=1)
+    order = tokens.argsort(kind="stable")
+    first = int(order[0])
+    longer = [int(i) for i in order if tokens[i] >= 2 * tokens[first]]
+    return first, longer[0] if longer else int(order[-1])
+
+
+def _freedoms(
+    settings: Settings,
+    site: Site,
+    runner: MicroBatchRunner,
+    world: World,
+    switch: RecomputeSwitch,
+    loader: DCPLoader,
+    load: Callable[[MicroBatch], Batch],
+) -> Freedoms:
+    if not settings.self_check:
+        return Freedoms(exact_shapes=False, sp_sizes=world.sp_sizes, recompute=True, messages=())
+    ids = two_short_samples(loader.shapes)
+    return self_check(
+        runner=runner,
+        load=load,
+        sample_ids=ids,
+        shapes=tuple(shape_of(loader.shapes, i) for i in ids),
+        world=world,
+        num_layers=switch.num_layers,
+        rank=site.rank,
+        device=site.device,
+        strict=settings.self_check == "strict",
+    )
+
+
+def shape_of(shapes: IntArray, sample_id: int) -> Shape:
+    """True shape of a sample as plain integers."""
+    return tuple(int(axis) for axis in shapes[sample_id])
+
+
+def _sp_sizes(
+    settings: Settings,
+    site: Site,
+    runner: MicroBatchRunner,
+    module: torch.nn.Module,
+    loader: DCPLoader,
+    load: Callable[[MicroBatch], Batch],
+) -> tuple[int, ...]:
+    """Sizes that the user allows, the heads can be divided by and the world holds."""
+    wanted = set(settings.sp_sizes or range(1, site.world_size + 1))
+    if site.world_size == 1 or wanted == {1}:
+        return (1,)
+    if loader.shapes.shape[1] > 1:
+        rank_zero_info("Sequence parallelism is not available for samples of more than one axis: all groups have one rank.")
+        return (1,)
+    sample = two_short_samples(loader.shapes)[0]
+    shape = shape_of(loader.shapes, sample)
+    micro_batch = MicroBatch(
+        sample_ids=(sample,), shapes=(shape,), padded_shape=shape, first_rank=site.rank, sp_size=1, nanoseconds=0,
+        bytes=0,
+    )  # fmt: skip
+    with untouched(module), AttentionRecorder() as seen, torch.no_grad(), runner.step(micro_batch, load(micro_batch)):
+        pass
+    if not seen.heads:
+        rank_zero_warn(
+            "No call of torch.nn.functional.scaled_dot_product_attention was seen in training_step, so sequences "
+            "cannot be divided and every group has one rank. Call it through the module "
+            '(F.scaled_dot_product_attention), or use attn_implementation="sdpa" in Hugging Face models'
+        )
+        return (1,)
+    legal = set(range(1, site.world_size + 1))
+    for heads, kv_heads in seen.heads:
+        legal &= set(legal_sp_sizes(site.world_size, heads, kv_heads))
+    chosen = tuple(sorted({1} | (legal & wanted)))
+    refused = sorted(wanted - legal) if settings.sp_sizes else []
+    if refused or chosen == (1,):
+        rank_zero_warn(
+            f"Sequence-parallel sizes {refused or sorted(wanted - {1})} do not divide the attention heads "
+            f"{sorted(seen.heads)} (heads, key/value heads) on {site.world_size} ranks; used are {list(chosen)}"
+        )
+    return chosen

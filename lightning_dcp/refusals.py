@@ -1,0 +1,49 @@
+"""What cannot work together with plans that change every step, refused before a process group exists."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+SUPPORTED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise on the first setting of the Trainer or the module that is not supported.
+
+    Raises:
+        MisconfigurationException: with what was got, what is allowed and what to do.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) together with DCPStrategy: only 1 is "
+            "allowed, since the planner chooses the number of micro-batches of each step. Set the samples of a step "
+            "with DCPDataModule(global_batch_size=...)"
+        )
+    if trainer.state.fn == "fit" and not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{type(module).__name__} sets automatic_optimization=False: DCPStrategy supports automatic optimization "
+            "only, since it runs training_step once per micro-batch. Remove the line and return the loss"
+        )
+    precision = str(trainer.precision)
+    if precision not in SUPPORTED_PRECISIONS:
+        raise MisconfigurationException(
+            f"Trainer(precision={precision!r}) together with DCPStrategy: allowed are {SUPPORTED_PRECISIONS}"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        _check_callback(callback)
+
+
+def _check_callback(callback: pl.Callback) -> None:
+    reasons: dict[type[pl.Callback], str] = {
+        ThroughputMonitor: "it takes every rank's batch for equal; DCPCallback reports throughput from the plans",
+        BatchSizeFinder: "the planner chooses the batch size of each micro-batch from the profile",
+        GradientAccumulationScheduler: "the planner chooses the number of micro-batches of each step",
+    }
+    for kind, reason in reasons.items():
+        if isinstance(callback, kind):
+            raise MisconfigurationException(
+                f"The callback {kind.__name__} cannot be used with DCPStrategy: {reason}. Remove the callback"
+            )

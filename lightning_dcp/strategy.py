@@ -1,0 +1,370 @@
+"""``DCPStrategy``: Lightning's DeepSpeed strategy, with a plan for every step."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+
+from lightning_dcp.accumulation import StepExecutor, StepRecord
+from lightning_dcp.agreement import Agreement
+from lightning_dcp.callback import DCPCallback
+from lightning_dcp.checkpoint import Section, resumed_profile
+from lightning_dcp.cost import Profile, RecomputePolicy
+from lightning_dcp.data.batch import Batch, DCPBatch
+from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.engine import Config, ZeroEngine, build_config, check_config
+from lightning_dcp.execution import LossReduction, LossSettings
+from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.planners import Planner
+from lightning_dcp.preparation import Prepared, Settings, Site, prepare
+from lightning_dcp.refusals import check_trainer
+from lightning_dcp.sequence_parallel.context import LossWeighting
+from lightning_dcp.sequence_parallel.groups import ProcessGroups
+from lightning_dcp.upstream import (
+    set_closure_loss,
+    set_log_batch_size,
+    skip_zero_grad,
+    steps_pass_transfer_hooks,
+)
+
+
+class DCPStrategy(DeepSpeedStrategy):
+    """Data-Centric Parallel on DeepSpeed ZeRO-1: every step runs by its own plan.
+
+    The optimizer step is the one that a single process would do on the same samples, whatever the plan; only the
+    time changes. Needs a :class:`~lightning_dcp.data.DCPDataModule` (or another source of a ``DCPLoader``).
+
+    Args:
+        planner: ``"balanced"``, ``"static"``, or an object that satisfies ``lightning_dcp.planners.Planner``.
+        sp_sizes: sequence-parallel sizes that plans may use; by default all that the heads and the world allow.
+        max_batch_size: most samples in one micro-batch.
+        max_tokens: most padded tokens of one micro-batch per rank.
+        min_micro_batches: ``G_min`` of the paper (Appendix C).
+        max_step_factor: ``G_max`` of the paper; planners that are given the step's samples ignore it.
+        length_groups: lengths that the profile probes.
+        recompute: ``"auto"`` recomputes as few layers as fit, ``"none"`` no layer, ``"full"`` every layer.
+        layers: repeated layers by class, class name or path, where they are not found by themselves.
+        memory_limit: share of the device's memory, or an amount such as ``"80GB"``, that no plan may pass.
+        loss_weighting: the step's loss is the mean over tokens, or over samples of the mean over their tokens.
+        loss_reduction: whether ``training_step`` returns a mean or a sum over the items of its batch.
+        profile: a :class:`~lightning_dcp.cost.Profile`, or a file that it is kept in; by default it is measured in
+            every ``setup()``.
+        self_check: compare plans on two real samples before the first step; ``"strict"`` raises where a freedom
+            has to be switched off.
+        deepspeed_config: DeepSpeed settings, or a JSON file of them, laid over ours.
+        accelerator, parallel_devices, cluster_environment, precision_plugin, process_group_backend, timeout: as in
+            Lightning's ``DeepSpeedStrategy``.
+
+    Raises:
+        ValueError: an argument is out of range; the message says what is allowed.
+    """
+
+    strategy_name = "dcp"
+
+    def __init__(
+        self,
+        planner: str | Planner = "balanced",
+        *,
+        sp_sizes: Sequence[int] | None = None,
+        max_batch_size: int | None = None,
+        max_tokens: int | None = None,
+        min_micro_batches: int = 1,
+        max_step_factor: float | None = None,
+        length_groups: int = 6,
+        recompute: RecomputePolicy = "auto",
+        layers: Sequence[str] | None = None,
+        memory_limit: float | str = 0.9,
+        loss_weighting: LossWeighting = "token",
+        loss_reduction: LossReduction = "mean",
+        profile: Profile | str | Path | None = None,
+        self_check: bool | Literal["strict"] = True,
+        deepspeed_config: dict[str, Any] | str | Path | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+    ) -> None:
+        self._settings = Settings(
+            planner=planner,
+            sp_sizes=tuple(sp_sizes) if sp_sizes is not None else None,
+            max_batch_size=max_batch_size,
+            max_tokens=max_tokens,
+            min_micro_batches=min_micro_batches,
+            max_step_factor=max_step_factor,
+            length_groups=length_groups,
+            recompute=recompute,
+            layers=tuple(layers) if layers is not None else None,
+            memory_limit=memory_limit,
+            profile=profile,
+            self_check=self_check,
+            loss=LossSettings(weighting=loss_weighting, reduction=loss_reduction),
+        )
+        self._user_config = _read_config(deepspeed_config)
+        check_config(self._user_config)
+        super().__init__(
+            accelerator=accelerator,
+            stage=1,
+            config={},  # replaced in setup(), when the model and the precision are known
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._prepared: Prepared | None = None
+        self._executor: StepExecutor | None = None
+        self._loader: DCPLoader | None = None
+        self._item: DCPBatch | None = None
+        self._last_step: StepRecord | None = None
+        self._hooks = ExitStack()
+
+    # --- what users may ask -------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """Sequence-parallel process groups of the run."""
+        return self._need(self._prepared, "groups").groups
+
+    @property
+    def profile(self) -> Profile:
+        """The profile that plans are made with."""
+        return self._need(self._loader, "profile").context.cost.profile
+
+    @property
+    def plan(self) -> IterationPlan:
+        """Plan of the running step, or of the last one."""
+        return self._need(self._item, "plan").plan.iteration
+
+    @property
+    def last_step(self) -> StepRecord:
+        """Record of the last finished step."""
+        return self._need(self._last_step, "last_step")
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples trained so far, over all ranks and epochs."""
+        return self._need(self._loader, "consumed_samples").consumed_samples
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens trained so far, without padding, over all ranks and epochs."""
+        return self._need(self._loader, "consumed_tokens").consumed_tokens
+
+    def _need(self, value: Any, name: str) -> Any:
+        if value is None:
+            raise RuntimeError(f"DCPStrategy.{name} exists only after setup(): call it inside or after trainer.fit")
+        return value
+
+    # --- launching ----------------------------------------------------------------------------------------------
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Devices of the node's ranks; CPU devices are numbered, since Lightning compares their index to the rank."""
+        devices = self._parallel_devices
+        if devices is None or any(device.type != "cpu" for device in devices):
+            return devices
+        return [torch.device("cpu", index) for index in range(len(devices))]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = devices
+
+    def _configure_launcher(self) -> None:
+        # One process needs no launcher, and a notebook refuses every strategy that has one.
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Refuse what cannot work, then join the process group."""
+        module = self._need(self.lightning_module, "lightning_module")
+        check_trainer(module.trainer, module)
+        if not any(isinstance(callback, DCPCallback) for callback in module.trainer.callbacks):
+            module.trainer.callbacks.insert(0, DCPCallback())
+        if self.root_device.type == "cuda":
+            super().setup_environment()
+        else:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            # DeepSpeedStrategy's own method does nothing but refuse other devices than CUDA.
+            DDPStrategy.setup_environment(self)
+        atexit.register(_leave_process_group)
+
+    # --- setup --------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Build the engine; when fitting, also groups, self-check, profile and the loader's planner."""
+        module = self._need(self.lightning_module, "lightning_module")
+        self._forget()
+        self.config = build_config(
+            self._user_config,
+            num_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
+            half=str(trainer.precision).startswith("bf16"),
+        )
+        self._config_initialized = False
+        super().setup(trainer)
+        self._before_transfer = self._hooks.enter_context(steps_pass_transfer_hooks(module))
+        if trainer.state.fn == TrainerFn.FITTING:
+            trainer.fit_loop.setup_data()
+            self._setup_steps(trainer, self._need_loader())
+
+    def _setup_steps(self, trainer: pl.Trainer, loader: DCPLoader) -> None:
+        engine = ZeroEngine(self.deepspeed_engine)
+        site = Site(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            ranks_per_node=self.num_processes,
+            device=self.root_device,
+            precision=str(trainer.precision),
+        )
+        self._prepared = prepare(self._settings, site, engine.module, loader, self._transfer)
+        loader.bind(self._prepared.planning(self.global_rank))
+        self._executor = StepExecutor(
+            runner=self._prepared.runner,
+            engine=engine,
+            agreement=Agreement(self.world_size, self.root_device),
+            transfer=self._transfer,
+            rank=self.global_rank,
+            device=self.root_device,
+        )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Take note of the train loader; loaders of evaluation pass."""
+        dataloader = super().process_dataloader(dataloader)
+        if isinstance(dataloader, DCPLoader):
+            self._loader = dataloader
+            if self._prepared is not None:
+                dataloader.bind(self._prepared.planning(self.global_rank))
+        return dataloader
+
+    def _need_loader(self) -> DCPLoader:
+        if self._loader is None:
+            raise MisconfigurationException(
+                "DCPStrategy got no DCPLoader for training; it plans steps by the lengths of the samples. Use a "
+                "lightning_dcp.DCPDataModule subclass that sets self.train_dataset in setup()"
+            )
+        return self._loader
+
+    def _forget(self) -> None:
+        self._hooks.close()
+        self._prepared = self._executor = self._loader = self._item = self._last_step = None
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Leave a whole step where it is: each micro-batch is moved just before its use."""
+        if isinstance(batch, DCPBatch):
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _transfer(self, data: Batch) -> Batch:
+        moved = self.precision_plugin.convert_input(self._before_transfer(data, 0))
+        batch: Batch = super().batch_to_device(moved, self.root_device, 0)
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Remember the step that the closure is going to run."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._item = batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's ``training_step`` on the current micro-batch's shard."""
+        run = super().training_step
+        return self._need(self._executor, "training_step").training_step(
+            lambda shard: run(shard, *args[1:], **kwargs)
+        )
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Replay the closure for every micro-batch, then reduce once and step once."""
+        return super().optimizer_step(optimizer, lambda: self._accumulate(closure), model, **kwargs)
+
+    def _accumulate(self, closure: Callable[[], Any]) -> torch.Tensor:
+        item: DCPBatch = self._need(self._item, "step")
+        trainer = self._need(self.lightning_module, "lightning_module").trainer
+
+        def run(index: int, micro_batch: MicroBatch | None) -> None:
+            if index:
+                skip_zero_grad(closure)
+            if micro_batch is not None:
+                set_log_batch_size(trainer, micro_batch.batch_size)
+            closure()
+
+        self._last_step = self._need(self._executor, "step").run(item, run)
+        self._need_loader().mark_consumed(item)
+        loss = torch.tensor(self._last_step.loss)
+        set_closure_loss(closure, loss)
+        return loss
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Add the position in the data and the profile, so that a resumed run continues bit-equal."""
+        if self._loader is not None and self._prepared is not None:
+            section = Section(world_size=self.world_size, profile=self.profile, loader=self._loader.state_dict())
+            checkpoint = {**checkpoint, Section.KEY: section.to_dict()}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Continue the data where the checkpoint stands, with its profile where it fits."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._prepared is not None and Section.KEY in checkpoint:
+            section = Section.from_dict(checkpoint[Section.KEY])
+            loader = self._need_loader()
+            profile = resumed_profile(section, self._prepared.profile, loader.shapes)
+            loader.bind(self._prepared.planning(self.global_rank, profile))
+            loader.load_state_dict(section.loader)
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Give the module back as it was."""
+        self._hooks.close()
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``Trainer(strategy="dcp")`` work."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description="Data-Centric Parallel on DeepSpeed ZeRO-1")
+
+
+def _read_config(config: dict[str, Any] | str | Path | None) -> Config:
+    if config is None or isinstance(config, dict):
+        return dict(config or {})
+    path = Path(config)
+    if not path.is_file():
+        raise FileNotFoundError(f"deepspeed_config names {path}, which is no file; give a dict or a JSON file")
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; a DeepSpeed configuration is an object")
+    return content
+
+
+def _leave_process_group() -> None:
+    """Without this, about one gloo process in ten dies at exit after its work is done."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+DCPStrategy.register_strategies(StrategyRegistry)
+

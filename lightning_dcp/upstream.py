@@ -1,0 +1,52 @@
+"""Every private name of Lightning that we touch, with the reason; ``tests/test_upstream.py`` checks that they exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_dcp.data.batch import DCPBatch
+
+
+def skip_zero_grad(closure: Any) -> None:
+    """Make a replayed closure keep the gradients of the micro-batches before it.
+
+    The closure runs step, zero_grad, backward. ``optimizer.zero_grad`` must run at the first micro-batch only;
+    Lightning decides that by a modulo of the batch index, which cannot express a number that changes every step.
+    """
+    closure._zero_grad_fn = None
+
+
+def set_closure_loss(closure: Any, loss: Tensor) -> None:
+    """Let ``outputs["loss"]`` of ``on_train_batch_end`` be the step's mean instead of the last micro-batch's loss."""
+    closure._result.loss = loss
+
+
+def set_log_batch_size(trainer: pl.Trainer, batch_size: int) -> None:
+    """Tell ``self.log`` the batch size; Lightning would guess it from the first tensor of the whole step."""
+    results = trainer._results
+    if results is not None:
+        results.batch_size = batch_size
+
+
+@contextmanager
+def steps_pass_transfer_hooks(module: pl.LightningModule) -> Iterator[Callable[[Any], Any]]:
+    """Keep the Trainer from handing a whole step to ``on_before_batch_transfer``.
+
+    The hook is written for one batch, and is called once per micro-batch just before its use. Yields the original
+    bound method for that.
+    """
+    original = module._on_before_batch_transfer
+
+    def before_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
+        return batch if isinstance(batch, DCPBatch) else original(batch, dataloader_idx)
+
+    module.__dict__["_on_before_batch_transfer"] = before_transfer
+    try:
+        yield original
+    finally:
+        module.__dict__.pop("_on_before_batch_transfer", None)
