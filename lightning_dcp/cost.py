@@ -7,22 +7,39 @@ the batch size. All arithmetic is on int64 nanoseconds and bytes, so every rank 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from math import prod
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dcp.interpolation import MAX_TOKENS, MAX_VALUE, Grid, IntArray
 from lightning_dcp.plan import PlanError, Shape, read_json
 
-IntArray = NDArray[np.int64]
+__all__ = [
+    "INFEASIBLE",
+    "CostModel",
+    "IntArray",
+    "Measurement",
+    "Profile",
+    "ProfileError",
+    "RecomputePolicy",
+    "Settings",
+]
+
 RecomputePolicy = Literal["auto", "none", "full"]
 
 FORMAT = "lightning_dcp.profile"
 INFEASIBLE = 2**62
 """Nanoseconds of a setting that no number of recomputed layers makes fit the memory limit."""
+MAX_LAYERS = 1024
+"""Most repeated layers of a model; keeps every sum of Eq. 4 and 6 below 2**62."""
+
+_MAX_COMBINATIONS = 1024
+_TUPLES = ("shape", "forward", "backward", "recompute", "activation_bytes", "input_bytes")
 
 
 class ProfileError(ValueError):
@@ -63,10 +80,17 @@ class Measurement:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            values = value if isinstance(value, tuple) else (value,)
+            if isinstance(value, tuple) != (field.name in _TUPLES):
+                kind = "a tuple of integers" if field.name in _TUPLES else "an integer"
+                raise ProfileError(f"{field.name} is {value!r}; it must be {kind}")
             minimum = 1 if field.name in ("batch_size", "shape", "sp_size") else 0
-            if any(type(v) is not int or not minimum <= v < 2**53 for v in values):
-                raise ProfileError(f"{field.name} is {value!r}; allowed are integers from {minimum} up to 2**53")
+            if any(type(v) is not int or not minimum <= v <= MAX_VALUE for v in _as_tuple(value)):
+                raise ProfileError(f"{field.name} is {value!r}; allowed are integers from {minimum} to 2**50")
+        if not self.shape or max(self.batch_size, prod(self.shape)) > MAX_TOKENS:
+            raise ProfileError(
+                f"batch size {self.batch_size} of shape {self.shape}; allowed are shapes of at least one axis, "
+                f"samples and batches of up to {MAX_TOKENS}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +111,12 @@ class Profile:
     measurements: tuple[Measurement, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.num_layers, tuple) or any(type(n) is not int or n < 1 for n in self.num_layers):
+            raise ProfileError(f"num_layers is {self.num_layers!r}; it must be a tuple of integers from 1")
+        if sum(self.num_layers) > MAX_LAYERS:
+            raise ProfileError(f"num_layers is {self.num_layers}; allowed are up to {MAX_LAYERS} layers in all")
+        if type(self.static_bytes) is not int or not 0 <= self.static_bytes <= MAX_VALUE:
+            raise ProfileError(f"static_bytes is {self.static_bytes!r}; it must be an integer from 0 to 2**50")
         if not self.measurements:
             raise ProfileError("the profile holds no measurement; it needs at least one")
         axes = {len(m.shape) for m in self.measurements}
@@ -135,26 +165,35 @@ class Profile:
         """
         try:
             content = read_json(text, FORMAT, ("identity", "num_layers", "static_bytes", "measurements"))
-            identity, layers = content["identity"], content["num_layers"]
+            identity, rows = content["identity"], content["measurements"]
             if not isinstance(identity, dict) or not all(isinstance(v, str) for v in identity.values()):
                 raise ProfileError(f"identity is {identity!r}; it must map names to strings")
-            if not isinstance(layers, list) or any(type(n) is not int or n < 1 for n in layers):
-                raise ProfileError(f"num_layers is {layers!r}; it must be a list of integers from 1")
-            if type(content["static_bytes"]) is not int or content["static_bytes"] < 0:
-                raise ProfileError(f"static_bytes is {content['static_bytes']!r}; it must be an integer from 0")
-            rows = tuple(_measurement(row) for row in content["measurements"])
-        except (PlanError, TypeError) as error:
+            if not isinstance(rows, list):
+                raise ProfileError(f"measurements is {type(rows).__name__}; it must be a list")
+            return cls(
+                identity=identity,
+                num_layers=_frozen(content["num_layers"]),
+                static_bytes=content["static_bytes"],
+                measurements=tuple(_measurement(row) for row in rows),
+            )
+        except PlanError as error:
             raise ProfileError(f"this is no profile that we wrote: {error}") from error
-        return cls(
-            identity=identity,
-            num_layers=tuple(layers),
-            static_bytes=content["static_bytes"],
-            measurements=rows,
-        )
 
 
 def _measurement(row: Any) -> Measurement:
-    return Measurement(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+    names = {field.name for field in fields(Measurement)}
+    if not isinstance(row, dict) or row.keys() != names:
+        found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ProfileError(f"a measurement is {found}; it must be an object with the keys {sorted(names)}")
+    return Measurement(**{name: _frozen(value) for name, value in row.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +215,9 @@ class CostModel:
     """Predicted time and memory of a micro-batch, per rank, from a profile.
 
     Times and bytes never fall with the length of a sample or with the batch size (the lower bound of a plan
-    stands on it): where a measurement says otherwise, it is raised to its neighbour's value.
+    stands on it): where a measurement says otherwise, it is raised to its neighbour's value. Beyond the measured
+    sizes the last line is carried on, not below proportion; so lengths far beyond the longest probe come out too
+    cheap where attention grows with their square.
 
     Args:
         profile: the measurements.
@@ -186,7 +227,12 @@ class CostModel:
         self.profile = profile
         self.num_layers = profile.num_layers
         self.sp_sizes = tuple(sorted({m.sp_size for m in profile.measurements}))
-        self._grids = {p: _Grid.build(profile, p) for p in self.sp_sizes}
+        self._grids = {
+            p: Grid.build(
+                (m.batch_size, prod(m.shape), _quantities(m)) for m in profile.measurements if m.sp_size == p
+            )
+            for p in self.sp_sizes
+        }
 
     def nanoseconds(self, batch_size: int, shape: Shape, sp_size: int, recompute: tuple[int, ...]) -> int:
         """Time ``T`` of one micro-batch (Eq. 4), ``recompute`` layers of each family recomputed (Eq. 5)."""
@@ -208,8 +254,9 @@ class CostModel:
     ) -> Settings:
         """Fewest recomputed layers that fit, with their time and memory, for arrays of candidates.
 
-        Algorithm 1 as meant: the smallest ``r`` within the memory, compared by time. With several families,
-        the layers whose recompute costs least time per byte saved are taken first.
+        Algorithm 1 as meant: the smallest ``r`` within the memory. With several families the counts of least
+        time within the memory, of equal ones the fewest (exact up to 1024 combinations of the smaller families;
+        beyond, their counts are tried in equal steps). Where nothing fits, the counts of least memory.
 
         Args:
             sp_size: ``p``.
@@ -223,15 +270,61 @@ class CostModel:
         shape = terms.constant_time.shape
         counts = np.broadcast_to(layers if policy == "full" else 0 * layers, (*shape, len(layers))).copy()
         if policy == "auto":
-            counts = terms.fewest_recomputed(layers, memory_bytes - self.profile.static_bytes)
+            counts = terms.fewest_recomputed(memory_bytes - self.profile.static_bytes)
         memory = terms.memory(counts, self.profile.static_bytes)
         time = np.where(memory <= memory_bytes, terms.time(counts), INFEASIBLE)
         return Settings(nanoseconds=time, bytes=memory, recompute=counts)
 
+    def batch_sizes(self, limit: int) -> tuple[int, ...]:
+        """Batch sizes worth trying up to ``limit``: all up to 8, then four per octave, and the measured ones."""
+        spaced = {(4 + k) << octave for octave in range(1, 31) for k in range(4)}
+        measured = {int(b) for grid in self._grids.values() for b in grid.batch_nodes}
+        return tuple(sorted(b for b in {*range(1, 9), *spaced, *measured} if b <= limit))
+
+    def least_share(
+        self,
+        sp_size: int,
+        batch_range: tuple[int, int],
+        tokens: IntArray,
+        memory_bytes: int,
+        policy: RecomputePolicy = "auto",
+    ) -> IntArray:
+        """A lower bound of ``T(b) / b`` over a range of batch sizes; the exact quotient, rounded down, for one.
+
+        Between two measured batch sizes ``T`` is a line in ``b`` for each ``r``, so ``T / b`` is least at an end
+        of the range; and what fits the memory at any ``b`` of the range fits it at the first.
+
+        Args:
+            sp_size: ``p``.
+            batch_range: first and last ``b``, without a measured batch size between them.
+            tokens: padded tokens of each sample.
+            memory_bytes: limit per rank.
+            policy: as in :meth:`settings`.
+        """
+        low, high = batch_range
+        first = self.settings(sp_size, np.asarray(low), tokens, memory_bytes, policy).nanoseconds
+        if low == high:
+            return first // low
+        at_low = self._terms(sp_size, np.asarray(low), tokens)
+        at_high = self._terms(sp_size, np.asarray(high), tokens)
+        mixed = replace(
+            at_low,
+            plain_time=at_high.plain_time,
+            recompute_time=at_high.recompute_time,
+            constant_time=at_high.constant_time,
+        )
+        counts = {"none": 0 * mixed.plain_time, "full": 0 * mixed.plain_time + mixed.layers}.get(policy)
+        if counts is None:
+            counts = mixed.fewest_recomputed(memory_bytes - self.profile.static_bytes)
+        # Each quantity was rounded down once, by less than a nanosecond a layer.
+        slack = 2 * sum(self.num_layers) + 1
+        least = np.minimum((first - slack) // low, (mixed.time(counts) - slack) // high)
+        return np.asarray(np.maximum(least, 0))
+
     def _terms(self, sp_size: int, batch_size: IntArray, tokens: IntArray) -> _Terms:
         if sp_size not in self._grids:
             raise ValueError(f"sequence-parallel size {sp_size} was not profiled; the profile has {self.sp_sizes}")
-        values = self._grids[sp_size].interpolate(batch_size, tokens)
+        values = self._grids[sp_size].at(batch_size, tokens)
         return _Terms.from_stack(values, np.asarray(self.num_layers, dtype=np.int64))
 
     def _counts(self, recompute: tuple[int, ...]) -> IntArray:
@@ -282,56 +375,45 @@ class _Terms:
         last = np.where((counts == self.layers) & (counts > 0), self.activation, 0)
         return np.asarray(held.sum(axis=-1) + last.max(axis=-1, initial=0) + self.constant_bytes + static_bytes)
 
-    def fewest_recomputed(self, layers: IntArray, room: int) -> IntArray:
-        """Counts per family, shape ``[..., families]``; all layers where even that does not fit."""
-        counts = np.zeros((*self.constant_time.shape, len(layers)), dtype=np.int64)
-        saved = self.activation - self.layer_input
-        price = self.recompute_time / np.maximum(saved, 1)
-        order = np.argsort(price, axis=-1, kind="stable")
-        for position in range(len(layers)):
-            family = order[..., position, None]
-            missing = self.memory(counts, 0) - room
-            gain = np.take_along_axis(saved, family, -1)[..., 0]
-            wanted = np.where(missing > 0, -(-missing // np.maximum(gain, 1)), 0)
-            limit = np.asarray(layers)[family[..., 0]]
-            np.put_along_axis(counts, family, np.minimum(wanted, limit)[..., None], -1)
+    def fewest_recomputed(self, room: int) -> IntArray:
+        """Counts per family of least time within ``room`` bytes, shape ``[..., families]``."""
+        counts = np.zeros((*self.constant_time.shape, len(self.layers)), dtype=np.int64)
+        short = self.memory(counts, 0) > room
+        if short.any() and len(self.layers):
+            counts[short] = self._only(short)._search(room)
         return counts
 
+    def _only(self, chosen: NDArray[np.bool_]) -> _Terms:
+        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "layers"}
+        return replace(self, **arrays)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grid:
-    """All quantities of one sequence-parallel size on the grid (batch size, tokens): ``values[Q, B, S]``."""
+    def _search(self, room: int) -> IntArray:
+        free = int(np.argmax(self.layers))
+        best = np.zeros((len(self.constant_time), len(self.layers)), dtype=np.int64)
+        best_score = np.full(len(best), np.iinfo(np.int64).max)
+        for others in _combinations(self.layers, free):
+            counts = np.tile(np.asarray(others, dtype=np.int64), (len(best), 1))
+            missing = self.memory(counts, 0) - room
+            gain = np.maximum((self.activation - self.layer_input)[:, free], 1)
+            # All layers of a family cost a whole layer's m at the peak, so one less is tried first.
+            for count in (np.clip(-(-missing // gain), 0, self.layers[free] - 1), self.layers[free]):
+                counts[:, free] = count
+                memory = self.memory(counts, 0)
+                # What does not fit is ranked behind all that does, by memory.
+                score = np.where(memory <= room, self.time(counts), INFEASIBLE + memory)
+                better = score < best_score
+                best[better], best_score[better] = counts[better], score[better]
+        return best
 
-    batch_nodes: IntArray
-    token_nodes: IntArray
-    values: IntArray
 
-    @classmethod
-    def build(cls, profile: Profile, sp_size: int) -> _Grid:
-        rows = [m for m in profile.measurements if m.sp_size == sp_size]
-        # The grid spans the nodes of all sizes: what was too large to measure here is extrapolated.
-        token_nodes = np.unique([prod(m.shape) for m in profile.measurements]).astype(np.int64)
-        batch_nodes = np.unique([1, *(m.batch_size for m in rows)]).astype(np.int64)
-        quantities = 4 * len(profile.num_layers) + 2
-        values = np.full((quantities, len(batch_nodes), len(token_nodes)), -1, dtype=np.int64)
-        for m in rows:
-            i = int(np.searchsorted(batch_nodes, m.batch_size))
-            j = int(np.searchsorted(token_nodes, prod(m.shape)))
-            # Two shapes of equal token count share a node: the dearer one stands for both.
-            values[:, i, j] = np.maximum(values[:, i, j], _quantities(m))
-        _fill_missing(values, batch_nodes, token_nodes)
-        values = np.maximum.accumulate(np.maximum.accumulate(values, axis=1), axis=2)
-        return cls(batch_nodes=batch_nodes, token_nodes=token_nodes, values=values)
-
-    def interpolate(self, batch_size: IntArray, tokens: IntArray) -> IntArray:
-        """Values at ``(batch_size, tokens)``, shape ``[Q, ...]`` with the broadcast shape of the two."""
-        batch, token = np.broadcast_arrays(np.asarray(batch_size, np.int64), np.asarray(tokens, np.int64))
-        low, high = _bracket(self.batch_nodes, batch)
-        left, right = _bracket(self.token_nodes, token)
-        x0, x1 = self.token_nodes[left], self.token_nodes[right]
-        at_low = _line(token, x0, x1, self.values[:, low, left], self.values[:, low, right])
-        at_high = _line(token, x0, x1, self.values[:, high, left], self.values[:, high, right])
-        return _line(batch, self.batch_nodes[low], self.batch_nodes[high], at_low, at_high)
+def _combinations(layers: IntArray, free: int) -> Iterator[tuple[int, ...]]:
+    """Counts of all families but ``free`` (0 there), fewest first."""
+    others = [int(n) if k != free else 0 for k, n in enumerate(layers)]
+    step = 1
+    while prod(n // step + 2 for n in others if n) > _MAX_COMBINATIONS and step <= max(others):
+        step *= 2
+    choices = [sorted({*range(0, n + 1, step), n}) for n in others]
+    yield from sorted(product(*choices), key=lambda counts: (sum(counts), counts))
 
 
 def _quantities(m: Measurement) -> IntArray:
@@ -339,36 +421,3 @@ def _quantities(m: Measurement) -> IntArray:
     per_layer = [f + b for f, b in zip(m.forward, m.backward, strict=True)]
     row = [*per_layer, *m.recompute, *m.activation_bytes, *m.input_bytes, m.constant_time, m.constant_bytes]
     return np.asarray(row, dtype=np.int64)
-
-
-def _fill_missing(values: IntArray, batch_nodes: IntArray, token_nodes: IntArray) -> None:
-    """Complete a ragged grid in place: in proportion from the nearest measured batch size, else length."""
-    for j in range(len(token_nodes)):
-        known = [i for i in range(len(batch_nodes)) if values[0, i, j] >= 0]
-        for i in range(len(batch_nodes)):
-            if known and values[0, i, j] < 0:
-                near = max([k for k in known if k < i], default=known[0])
-                values[:, i, j] = values[:, near, j] * batch_nodes[i] // batch_nodes[near]
-    known = [j for j in range(len(token_nodes)) if values[0, 0, j] >= 0]
-    for j in range(len(token_nodes)):
-        if values[0, 0, j] < 0:
-            near = max([k for k in known if k < j], default=known[0])
-            values[:, :, j] = values[:, :, near] * token_nodes[j] // token_nodes[near]
-
-
-def _bracket(nodes: IntArray, x: IntArray) -> tuple[IntArray, IntArray]:
-    """Indices of the two nodes whose line is used at ``x``: its neighbours, or the last pair outside."""
-    right = np.clip(np.searchsorted(nodes, x, side="left"), 1, max(len(nodes) - 1, 1))
-    right = np.minimum(right, len(nodes) - 1)
-    return np.maximum(right - 1, 0), right
-
-
-def _line(x: IntArray, x0: IntArray, x1: IntArray, y0: IntArray, y1: IntArray) -> IntArray:
-    """Integer line through two nodes; outside of them never less than in proportion to the nearer one."""
-    width = np.maximum(x1 - x0, 1)
-    inside = y0 + (y1 - y0) * (x - x0) // width
-    below, above = y0 * x // x0, y1 * x // x1
-    # Floor division keeps the line monotone; the proportion keeps a short extrapolation from reaching zero
-    # and a long one from promising that cost stops growing.
-    outside = np.where(x < x0, np.maximum(inside, below), np.maximum(inside, above))
-    return np.asarray(np.where((x >= x0) & (x <= x1), inside, outside))

@@ -70,13 +70,19 @@ class Planner(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As in ``DCPStrategy(planner=name)``."""
+        ...
 
     @property
-    def draws(self) -> bool: ...
+    def draws(self) -> bool:
+        """Whether the planner chooses the samples."""
+        ...
 
     @property
-    def lockstep(self) -> bool: ...
+    def lockstep(self) -> bool:
+        """Whether all ranks run equally many micro-batches."""
+        ...
 
     def plan(self, request: PlanRequest) -> IterationPlan:
         """Plan one optimizer step.

@@ -1,0 +1,173 @@
+"""What all planners that place given samples share: checks of the request, padding, and the final plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_dcp.cost import INFEASIBLE, IntArray, Settings
+from lightning_dcp.plan import IterationPlan, MicroBatch, Shape
+from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
+
+
+class Placement(NamedTuple):
+    """A micro-batch before its settings are known: positions in the request, and the group."""
+
+    members: tuple[int, ...]
+    first_rank: int
+    sp_size: int
+
+
+def usable_sp_sizes(request: PlanRequest) -> tuple[int, ...]:
+    """Sequence-parallel sizes that the world offers and the profile knows, ascending.
+
+    Raises:
+        ValueError: there is none, or the request asks for something that these planners cannot give.
+    """
+    if request.limits.packing:
+        raise ValueError("packing=True: this planner pads and does not pack; use packing=False")
+    if len(request.sample_ids) != len(request.shapes):
+        raise ValueError(
+            f"{len(request.sample_ids)} sample ids and {len(request.shapes)} shapes; one shape for each"
+        )
+    sizes = tuple(p for p in request.world.sp_sizes if p in request.cost.sp_sizes)
+    if not sizes:
+        raise ValueError(
+            f"the world has groups of {request.world.sp_sizes} ranks, the profile has sequence-parallel sizes "
+            f"{request.cost.sp_sizes}; profile at least one size of the world"
+        )
+    return sizes
+
+
+def pad(shapes: Sequence[Shape], sp_size: int) -> Shape:
+    """Smallest shape that holds all ``shapes`` and whose first axis is a multiple of ``sp_size``."""
+    first, *rest = (max(axis) for axis in zip(*shapes, strict=True))
+    return (round_up(first, sp_size), *rest)
+
+
+def round_up(length: int, multiple: int) -> int:
+    """Smallest multiple that is not below ``length``."""
+    return -(-length // multiple) * multiple
+
+
+def padded_tokens(shapes: IntArray, sp_size: int) -> IntArray:
+    """Tokens of each sample after its first axis is rounded up to a multiple of ``sp_size``.
+
+    Args:
+        shapes: sizes, shape ``[..., axes]``.
+        sp_size: ``p``.
+    """
+    first = -(-shapes[..., 0] // sp_size) * sp_size
+    return np.asarray(first * shapes[..., 1:].prod(axis=-1), dtype=np.int64)
+
+
+def settings_within(request: PlanRequest, sp_size: int, batch_size: IntArray, tokens: IntArray) -> Settings:
+    """:meth:`CostModel.settings` under all limits of the request: memory, ``max_batch_size``, ``max_tokens``."""
+    limits = request.limits
+    found = request.cost.settings(sp_size, batch_size, tokens, limits.memory_bytes, limits.recompute)
+    too_large = np.zeros(found.nanoseconds.shape, dtype=bool)
+    if limits.max_batch_size is not None:
+        too_large |= np.asarray(batch_size) > limits.max_batch_size
+    if limits.max_tokens is not None:
+        too_large |= np.asarray(batch_size) * tokens // sp_size > limits.max_tokens
+    time = np.where(too_large, INFEASIBLE, found.nanoseconds)
+    return Settings(nanoseconds=time, bytes=found.bytes, recompute=found.recompute)
+
+
+def check_feasible(request: PlanRequest, sp_sizes: Sequence[int]) -> None:
+    """Refuse a step with a sample that fits no group even alone.
+
+    Raises:
+        InfeasibleError: names the first such sample, its length, the least memory it needs and the limit.
+    """
+    shapes = np.asarray(request.shapes, dtype=np.int64)
+    fits = np.zeros(len(shapes), dtype=bool)
+    for p in sp_sizes:
+        fits |= settings_within(request, p, np.asarray(1), padded_tokens(shapes, p)).nanoseconds < INFEASIBLE
+    if not fits.all():
+        raise_infeasible(request, int(np.argmin(fits)), sp_sizes)
+
+
+def raise_infeasible(request: PlanRequest, position: int, sp_sizes: Sequence[int]) -> None:
+    """Say why the sample at ``position`` fits none of ``sp_sizes`` and what can be done.
+
+    Raises:
+        InfeasibleError: always.
+    """
+    limits, shape = request.limits, request.shapes[position]
+    name = f"sample {request.sample_ids[position]} of shape {shape} ({prod(shape)} tokens)"
+    least, best = min((_least_bytes(request, shape, p), p) for p in sp_sizes)
+    if least > limits.memory_bytes:
+        raise InfeasibleError(
+            f"{name} needs at least {least} bytes per rank (sp_size {best}, recompute {limits.recompute!r}); "
+            f"the limit is {limits.memory_bytes} bytes. Allow more ranks per sequence (sp_sizes up to now: "
+            f"{tuple(sp_sizes)}), recompute='auto', a higher memory_limit, or leave such samples out"
+        )
+    raise InfeasibleError(
+        f"{name} has {prod(pad([shape], max(sp_sizes))) // max(sp_sizes)} tokens per rank at sp_size "
+        f"{max(sp_sizes)}; max_tokens is {limits.max_tokens}. Raise max_tokens, allow more ranks per sequence, or "
+        "leave such samples out"
+    )
+
+
+def _least_bytes(request: PlanRequest, shape: Shape, sp_size: int) -> int:
+    tokens = np.asarray(prod(pad([shape], sp_size)))
+    # A limit of 0 bytes makes the search go on to the counts that need least memory.
+    limit = 0 if request.limits.recompute == "auto" else request.limits.memory_bytes
+    return int(request.cost.settings(sp_size, np.asarray(1), tokens, limit, request.limits.recompute).bytes)
+
+
+def assemble(request: PlanRequest, placements: Sequence[Placement], lower_bound: int = 0) -> IterationPlan:
+    """The plan of these placements, each with the fewest recomputed layers that fit.
+
+    Raises:
+        InfeasibleError: a placement does not fit the limits.
+    """
+    padded = [pad([request.shapes[i] for i in item.members], item.sp_size) for item in placements]
+    built: dict[int, MicroBatch] = {}
+    for p in sorted({item.sp_size for item in placements}):
+        rows = [k for k, item in enumerate(placements) if item.sp_size == p]
+        sizes = np.asarray([len(placements[k].members) for k in rows], dtype=np.int64)
+        tokens = np.asarray([prod(padded[k]) for k in rows], dtype=np.int64)
+        found = settings_within(request, p, sizes, tokens)
+        for row, k in enumerate(rows):
+            if found.nanoseconds[row] >= INFEASIBLE:
+                raise_infeasible(request, max(placements[k].members, key=lambda i: prod(request.shapes[i])), (p,))
+            built[k] = MicroBatch(
+                sample_ids=tuple(request.sample_ids[i] for i in placements[k].members),
+                shapes=tuple(request.shapes[i] for i in placements[k].members),
+                padded_shape=padded[k],
+                first_rank=placements[k].first_rank,
+                sp_size=p,
+                recompute=tuple(int(r) for r in found.recompute[row]),
+                nanoseconds=int(found.nanoseconds[row]),
+                bytes=int(found.bytes[row]),
+            )
+    return IterationPlan(
+        world_size=request.world.world_size,
+        micro_batches=tuple(built[k] for k in range(len(placements))),
+        lower_bound=lower_bound,
+    )
+
+
+def raise_micro_batches(placements: Sequence[Placement], world_size: int, minimum: int) -> list[Placement]:
+    """Multiply every rank's number of micro-batches when all are below ``G_min`` (paper, Appendix C).
+
+    The factor is ``ceil(G_min / max g)``. A micro-batch is cut into that many parts on its own group; one with
+    fewer samples is cut into single samples, so a step of few samples may stay below ``G_min``.
+    """
+    counts = [0] * world_size
+    for item in placements:
+        for rank in range(item.first_rank, item.first_rank + item.sp_size):
+            counts[rank] += 1
+    factor = -(-minimum // max(counts, default=1)) if max(counts, default=0) else 1
+    parts: list[Placement] = []
+    for item in placements:
+        pieces = min(factor, len(item.members))
+        edges = [len(item.members) * k // pieces for k in range(pieces + 1)]
+        parts += [item._replace(members=item.members[a:b]) for a, b in pairwise(edges)]
+    return parts
