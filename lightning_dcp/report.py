@@ -18,7 +18,7 @@ Spans = Sequence[Sequence[Span]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepReport:
     """One optimizer step as it was planned and as it went.
 
     Attributes:
@@ -73,7 +73,7 @@ def most_varied(plans: Sequence[IterationPlan]) -> int:
 
 
 def summary_table(
-    records: Sequence[StepRecord], *, loss_before: float | None = None, loss_after: float | None = None
+    records: Sequence[StepReport], *, loss_before: float | None = None, loss_after: float | None = None
 ) -> str:
     """The closing table of a run.
 
@@ -115,7 +115,7 @@ def _numbers_of_micro_batches(plan: IterationPlan) -> set[int]:
     return {len(plan.of_rank(rank)) for rank in range(plan.world_size)}
 
 
-def _idle(records: Sequence[StepRecord]) -> str:
+def _idle(records: Sequence[StepReport]) -> str:
     length = sum(r.plan.world_size * r.plan.makespan for r in records)
     busy = sum(int(r.plan.busy().sum()) for r in records)
     measured = [(r.idle, r.seconds) for r in records if r.idle is not None]
@@ -126,12 +126,12 @@ def _idle(records: Sequence[StepRecord]) -> str:
     return f"{text}, {mean:.1%} measured"
 
 
-def _padding(records: Sequence[StepRecord]) -> float:
+def _padding(records: Sequence[StepReport]) -> float:
     padded = sum(m.padded_tokens for r in records for m in r.plan.micro_batches)
     return 1.0 - sum(r.plan.num_tokens for r in records) / padded if padded else 0.0
 
 
-def _gap(records: Sequence[StepRecord]) -> str:
+def _gap(records: Sequence[StepReport]) -> str:
     bounded = [r.plan for r in records if r.plan.lower_bound]
     if not bounded:
         return "the planner gave none"

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.report import (
-    StepRecord,
+    StepReport,
     measured_idle,
     most_varied,
     planned_spans,
@@ -69,7 +69,7 @@ def test_idle_counts_every_rank_and_every_gap() -> None:
 def test_table_weighs_steps_by_their_length() -> None:
     short = IterationPlan(world_size=2, micro_batches=(_micro_batch(0, 50, shapes=((8,), (8,))),))
     table = summary_table(
-        [StepRecord(plan=_plan(), seconds=3.0, idle=0.1), StepRecord(plan=short, seconds=1.0, idle=0.5)],
+        [StepReport(plan=_plan(), seconds=3.0, idle=0.1), StepReport(plan=short, seconds=1.0, idle=0.5)],
         loss_before=5.54321,
         loss_after=2.0,
     )
@@ -90,7 +90,7 @@ def test_table_weighs_steps_by_their_length() -> None:
 
 def test_table_says_what_is_not_known() -> None:
     plan = IterationPlan(world_size=1, micro_batches=(_micro_batch(0, 5, recompute=(1, 2)),))
-    table = summary_table([StepRecord(plan=plan, seconds=1.0)])
+    table = summary_table([StepReport(plan=plan, seconds=1.0)])
     assert "held-out loss" not in table
     assert "0.0% planned, not measured" in table
     assert "the planner gave none" in table
@@ -98,7 +98,7 @@ def test_table_says_what_is_not_known() -> None:
     with pytest.raises(ValueError, match="no step was recorded"):
         summary_table([])
     with pytest.raises(ValueError, match="longer than zero"):
-        StepRecord(plan=plan, seconds=0.0)
+        StepReport(plan=plan, seconds=0.0)
 
 
 def test_long_rows_stay_readable() -> None:
@@ -106,7 +106,7 @@ def test_long_rows_stay_readable() -> None:
         IterationPlan(world_size=1, micro_batches=tuple(_micro_batch(2 * i, 1) for i in range(n)))
         for n in range(1, 60)
     ]
-    table = summary_table([StepRecord(plan=plan, seconds=1.0) for plan in plans])
+    table = summary_table([StepReport(plan=plan, seconds=1.0) for plan in plans])
     assert max(len(line) for line in table.splitlines()) <= 100
     assert "59: 1" in table
 
