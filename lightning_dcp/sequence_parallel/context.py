@@ -48,6 +48,7 @@ class MicroBatchContext:
         sample_ids: samples of the micro-batch in batch order.
         shapes: their true shapes.
         padded_shape: shape that they are padded to, before sharding.
+        packed: the samples stand one behind the other in one row of ``padded_shape[0]`` tokens.
         seed, epoch: with the sample id they determine the random numbers of ``rand_per_sample``.
         weighting: whether the objective is the mean over items (tokens) or over samples.
         items_per_sample_B: valid items of each whole (unsharded) sample, float64; needed by sample weighting.
@@ -61,6 +62,7 @@ class MicroBatchContext:
     sample_ids: tuple[int, ...] = ()
     shapes: tuple[Shape, ...] = ()
     padded_shape: Shape = ()
+    packed: bool = False
     seed: int = 0
     epoch: int = 0
     weighting: LossWeighting = "token"
@@ -72,6 +74,8 @@ class MicroBatchContext:
     @property
     def has_padding(self) -> bool:
         """Whether any sample is shorter than the padded shape; equal on all ranks of the group."""
+        if self.packed:
+            return sum(shape[0] for shape in self.shapes) != self.padded_shape[0]
         return any(shape != self.padded_shape for shape in self.shapes)
 
 
