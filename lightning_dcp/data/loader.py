@@ -1,0 +1,272 @@
+"""The train loader: plans each step in the main process, reads this rank's part of it ahead in workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_dcp.cost import IntArray
+from lightning_dcp.data.batch import Batch, DCPBatch, StepPlan
+from lightning_dcp.data.lengths import check_shapes, dataset_size
+from lightning_dcp.data.planning import PlanningContext, plan_step
+from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, TaskDataset
+from lightning_dcp.data.sampler import StepSampler
+from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.sequence_parallel.context import SPGroup
+
+
+class DataHooks(Protocol):
+    """What a dataset's owner knows about its batches; :class:`DCPDataModule` satisfies it."""
+
+    def collate(self, samples: Sequence[Any], micro_batch: MicroBatch) -> Batch:
+        """One batch of the samples of a micro-batch, before sharding."""
+        ...
+
+    def shard(self, batch: Batch, group: SPGroup) -> Batch:
+        """The part of a batch that one rank of a group trains on."""
+        ...
+
+    def loss_items(self, batch: Batch) -> int:
+        """Items of a shard that the loss averages over."""
+        ...
+
+
+class _Planned(NamedTuple):
+    """A step whose data is on its way, or the error that planning it ended with."""
+
+    epoch: int
+    step: int
+    plan: IterationPlan | None
+    mine: tuple[MicroBatch, ...]
+    error: Exception | None
+
+
+class DCPLoader:
+    """Yields one :class:`DCPBatch` per optimizer step of this rank.
+
+    It is no ``torch.utils.data.DataLoader``, so the Trainer leaves it and its sampler alone. Nothing is decided
+    before the first ``next``: planner, epoch and position may be set until then, also after ``iter``.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``.
+        shapes: size of each sample, int64 ``[n, axes]``.
+        sampler: the steps.
+        hooks: collate, shard, loss_items.
+        options: how samples are read.
+
+    Raises:
+        ValueError: the dataset is empty, or shapes and dataset do not fit each other.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        shapes: IntArray,
+        sampler: StepSampler,
+        hooks: DataHooks,
+        options: LoaderOptions | None = None,
+    ) -> None:
+        # Not named "dataset": the Trainer would take it for a DataLoader that it may build anew.
+        self.source = dataset
+        self.shapes = check_shapes(shapes, dataset_size(dataset))
+        self.sampler = sampler
+        self.hooks = hooks
+        self.options = options or LoaderOptions()
+        self.started = False
+        """Whether a step was asked for since the loader was made."""
+        self._context: PlanningContext | None = None
+        self._reader = Reader(dataset=dataset, collate=hooks.collate, seed=sampler.seed)
+        self._feed: Iterator[Task] = iter(())
+        self._torch_loader: DataLoader[Reading] | None = None
+        self._active: _Steps | None = None
+
+    def bind(self, context: PlanningContext) -> None:
+        """Give the loader its planner; takes effect at the next iteration.
+
+        Raises:
+            ValueError: the planner draws its samples by itself.
+        """
+        if context.planner.draws:
+            raise ValueError(
+                f'planner "{context.planner.name}" draws the samples of a step by itself; this loader fixes them '
+                "by global_batch_size or global_batch_tokens. Use a planner that plans the samples it is given"
+            )
+        self._context = context
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples trained on since the first epoch, on all ranks."""
+        return self.sampler.consumed_samples
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens trained on since the first epoch, without padding, on all ranks."""
+        return self.sampler.consumed_tokens
+
+    def __len__(self) -> int:
+        """Steps of an epoch.
+
+        Raises:
+            TypeError: the number differs between epochs.
+        """
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[DCPBatch]:
+        """An iterator from the first step that was not consumed; see the class."""
+        return _Steps(self)
+
+    def mark_consumed(self, batch: DCPBatch) -> None:
+        """A step was trained on; to be called after the optimizer step."""
+        self.sampler.mark_consumed(batch.epoch, batch.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position behind the last consumed step, whatever was read ahead; the same on every rank."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue behind a saved position, on any number of ranks and with any planner.
+
+        Raises:
+            ValueError: the state belongs to other data or another batch size; the sentence names the field.
+        """
+        self.sampler.load_state_dict(state_dict)
+
+    def load(self, micro_batch: MicroBatch, epoch: int = 0, step: int = 0) -> Batch:
+        """Read and collate one micro-batch in this process, unsharded, on the CPU.
+
+        Raises:
+            ReadError: the dataset or the collate function raised.
+        """
+        return self._reader.load(micro_batch, epoch, step)
+
+    def close(self) -> None:
+        """Stop the workers; a later iteration starts new ones."""
+        self._torch_loader = None
+        self._active = None
+
+    def _open(self, steps: _Steps, planned: deque[_Planned]) -> Iterator[Reading]:
+        """Start reading ahead for one iteration, from the position of the sampler."""
+        context = self._bound()
+        epoch, first = self.sampler.begin()
+        self.started, self._active = True, steps
+        self._feed = self._tasks(context, epoch, first, planned)
+        if self._torch_loader is None:
+            self._torch_loader = self._build()
+        return iter(self._torch_loader)
+
+    def _bound(self) -> PlanningContext:
+        if self._context is None:
+            raise RuntimeError(
+                "the loader has no planner yet; DCPStrategy binds it in setup. If configure_optimizers asks for "
+                "trainer.estimated_stepping_batches: with global_batch_tokens the number of steps differs between "
+                "epochs, so set Trainer(max_steps=...) and use that number, or use global_batch_size"
+            )
+        return self._context
+
+    def _tasks(self, context: PlanningContext, epoch: int, first: int, planned: deque[_Planned]) -> Iterator[Task]:
+        """Plan step after step; each plan waits in ``planned`` for its data."""
+        for step in range(first, self.sampler.num_steps(epoch)):
+            try:
+                plan = plan_step(context, self.sampler.samples(epoch, step), self.shapes)
+                mine = plan.of_rank(context.rank)
+            except Exception as error:
+                # Raised when the step's turn comes, so the steps before it still train.
+                planned.append(_Planned(epoch, step, None, (), error))
+                yield Task(epoch, step, ())
+                return
+            planned.append(_Planned(epoch, step, plan, mine, None))
+            yield Task(epoch, step, mine)
+
+    def _build(self) -> DataLoader[Reading]:
+        options = self.options
+        workers: dict[str, Any] = {}
+        if options.num_workers:
+            workers = {
+                "num_workers": options.num_workers,
+                "prefetch_factor": -(-options.prefetch_steps // options.num_workers),
+                "persistent_workers": True,
+                "worker_init_fn": options.worker_init_fn,
+                "multiprocessing_context": options.multiprocessing_context,
+            }
+        # Its own generator: a DataLoader draws a base seed, which must not come from the user's numbers.
+        generator = torch.Generator().manual_seed(self.sampler.seed)
+        return DataLoader(
+            TaskDataset(self._reader),
+            batch_size=None,
+            sampler=_Feed(self),
+            collate_fn=_unchanged,
+            pin_memory=options.pin_memory,
+            generator=generator,
+            **workers,
+        )
+
+
+class _Feed:
+    """The sampler of the torch loader: the tasks of the running iteration."""
+
+    def __init__(self, loader: DCPLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Task]:
+        return self._loader._feed
+
+
+def _unchanged(reading: Any) -> Any:
+    return reading
+
+
+class _Steps:
+    """One pass over the remaining steps of an epoch."""
+
+    def __init__(self, loader: DCPLoader) -> None:
+        self._loader = loader
+        self._readings: Iterator[Reading] | None = None
+        self._planned: deque[_Planned] = deque()
+        self._version = -1
+        self._lost: str | None = None
+
+    def __iter__(self) -> _Steps:
+        return self
+
+    def __next__(self) -> DCPBatch:
+        if self._readings is None:
+            self._readings = self._loader._open(self, self._planned)
+            self._version = self._loader.sampler.version
+        self._check_current()
+        reading = self._next_reading(self._readings)
+        head = self._planned.popleft()
+        if head.error is not None:
+            raise head.error
+        assert head.plan is not None
+        return DCPBatch(head.epoch, head.step, StepPlan(head.plan), reading.data, reading.error)
+
+    def _next_reading(self, readings: Iterator[Reading]) -> Reading:
+        if self._lost is not None:
+            raise RuntimeError(f"nothing more can be read: {self._lost}")
+        try:
+            return next(readings)
+        except RuntimeError as error:
+            # Not from our code, whose errors come as text: torch reports a worker that was killed.
+            self._loader.close()
+            if not self._planned:
+                raise
+            self._lost = f"a worker process ended while samples were read: {error}"
+            self._readings = iter(())
+            head = self._planned[0]
+            ids = [i for m in head.mine for i in m.sample_ids]
+            return Reading((), f"step {head.step} of epoch {head.epoch}, samples {ids}: {self._lost}")
+
+    def _check_current(self) -> None:
+        if self._loader._active is not self and self._lost is None:
+            raise RuntimeError("a newer iterator of this loader is in use; only one pass runs at a time")
+        if self._version != self._loader.sampler.version:
+            raise RuntimeError(
+                "the epoch or the position of the loader was set after its first step was read; call "
+                "iter(loader) again. Where the number of steps differs between epochs use DCPDataModule, which "
+                "sets them before"
+            )

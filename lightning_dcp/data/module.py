@@ -1,0 +1,285 @@
+"""The data module that users subclass: set the datasets in ``setup``; override a hook only where needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lightning_dcp.cost import IntArray
+from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.collate import MASK, CollateRules, collate, detect_sequence_keys
+from lightning_dcp.data.evaluation import EvaluationCollate, IndexedDataset
+from lightning_dcp.data.lengths import Lengths, check_shapes, dataset_size, known_shapes, read_shapes
+from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.data.reading import LoaderOptions
+from lightning_dcp.data.sampler import StepSampler, check_batch_size, check_integer
+from lightning_dcp.plan import MicroBatch
+from lightning_dcp.sequence_parallel.context import SPGroup, current
+
+
+class DCPDataModule(pl.LightningDataModule):
+    """Feeds ``DCPStrategy``: each optimizer step trains on the same samples whatever the number of ranks.
+
+    Subclass it and set ``train_dataset`` (``val_dataset``, ``test_dataset``, ``predict_dataset``) in ``setup``. A
+    dataset has ``__len__`` and ``__getitem__``, and its samples are dicts of tensors, arrays, lists, numbers and
+    strings, or bare one-dimensional tensors. Override :meth:`sample_shapes`, :meth:`collate`, :meth:`shard` and
+    :meth:`loss_items` only where the default does not fit.
+
+    Args:
+        global_batch_size: samples of an optimizer step, over all ranks. The last step of an epoch may be shorter.
+        global_batch_tokens: tokens of an optimizer step instead: it ends before it passes them, and holds at least
+            one sample. The number of steps then differs between epochs, so ``len`` of the loader is unknown.
+        eval_batch_size: samples of a batch in validation, test and prediction, per rank.
+        shuffle: a new order in each epoch.
+        seed: seed of the order and of the draws in ``__getitem__`` and collate; the same on all ranks.
+        num_workers: processes that read samples, per rank.
+        prefetch_steps: optimizer steps that are planned and read ahead by the workers.
+        lengths: a column of the dataset, one length or shape per sample of ``train_dataset``, or a function of a
+            dataset that returns them. By default they are looked up (see
+            :func:`lightning_dcp.data.lengths.read_shapes`).
+        sequence_dims: key to the axis of the batched tensor along which its sequence runs. When given, exactly
+            these keys are padded and sharded; by default those whose leading axes equal the sample's length are.
+        pad_values: key to the value that fills its padding; by default ``ignore_index`` for the labels, else 0.
+        pin_memory: copy batches to page-locked memory.
+        shift_labels: make next-token labels, on the whole sequence.
+        labels_key: key of the labels.
+        ignore_index: label of positions that do not count.
+        worker_init_fn: called in each worker with its number.
+        multiprocessing_context: start method of the workers.
+
+    Raises:
+        ValueError: not exactly one of the two batch sizes is given, or a number is out of range.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        global_batch_size: int | None = None,
+        global_batch_tokens: int | None = None,
+        *,
+        eval_batch_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        prefetch_steps: int = 2,
+        lengths: Lengths | None = None,
+        sequence_dims: Mapping[str, int] | None = None,
+        pad_values: Mapping[str, float] | None = None,
+        pin_memory: bool = False,
+        shift_labels: bool = False,
+        labels_key: str = "labels",
+        ignore_index: int = -100,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_batch_size(global_batch_size, global_batch_tokens)
+        self.global_batch_size = global_batch_size
+        self.global_batch_tokens = global_batch_tokens
+        self.eval_batch_size = check_integer("eval_batch_size", eval_batch_size, minimum=1)
+        self.shuffle = shuffle
+        self.seed = check_integer("seed", seed, minimum=0)
+        self.lengths = lengths
+        self.loader_options = LoaderOptions(
+            num_workers=num_workers,
+            prefetch_steps=prefetch_steps,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+        )
+        self.sequence_dims = dict(sequence_dims) if sequence_dims is not None else None
+        self.rules = CollateRules(
+            pad_values=dict(pad_values or {}),
+            sequence_dims=self.sequence_dims or {},
+            shift_labels=shift_labels,
+            labels_key=labels_key,
+            ignore_index=ignore_index,
+        )
+        self.train_dataset: Any = None
+        self.val_dataset: Any = None
+        self.test_dataset: Any = None
+        self.predict_dataset: Any = None
+        self._loader: DCPLoader | None = None
+        self._pending: Mapping[str, Any] | None = None
+        self._pending_holder: DCPLoader | None = None
+
+    # ------------------------------------------------------------------ hooks to override
+
+    def sample_shapes(self, dataset: Any) -> Any:
+        """Size of every sample of a dataset: integers ``[n]`` or ``[n, axes]``.
+
+        Override it where the lengths cannot be looked up. It is called for each dataset, on every rank.
+        """
+        return read_shapes(dataset, self._lengths_of(dataset))
+
+    def collate(self, samples: Sequence[Any], micro_batch: MicroBatch) -> Batch:
+        """Pad the samples of a micro-batch to ``micro_batch.padded_shape`` and stack them, unsharded.
+
+        An override returns a dict of tensors ``[B, S, ...]`` along the sequence (or ``[B, ...]``) with
+        ``S = micro_batch.padded_shape[0]``; its random numbers are the same on all ranks of a group.
+        """
+        return collate(samples, micro_batch, self.rules)
+
+    def shard(self, batch: Batch, group: SPGroup) -> Batch:
+        """Cut out what one rank of a group trains on: the ``S / p`` positions from ``group.rank * S / p`` on."""
+        from lightning_dcp.sequence_parallel.sharding import shard_batch
+
+        padded_shape = current().padded_shape
+        length = padded_shape[0] if padded_shape else int(batch[MASK].shape[1])
+        return shard_batch(batch, group, sequence_length=length, sequence_dims=self.sequence_dims)
+
+    def loss_items(self, batch: Batch) -> int:
+        """Items of a shard that ``training_step`` averages over: its valid labels, without labels its real tokens.
+
+        Raises:
+            ValueError: the batch has neither labels nor an attention mask.
+        """
+        labels = batch.get(self.rules.labels_key)
+        if isinstance(labels, torch.Tensor):
+            return int((labels != self.rules.ignore_index).sum())
+        mask = batch.get(MASK)
+        if isinstance(mask, torch.Tensor):
+            return int((mask != 0).sum())
+        raise ValueError(
+            f'the batch has neither "{self.rules.labels_key}" nor "{MASK}", so the items of its loss are unknown; '
+            'override loss_items, or return {"loss": sum, "count": items} from training_step'
+        )
+
+    # ------------------------------------------------------------------ loaders
+
+    def train_dataloader(self) -> DCPLoader:
+        """A loader of optimizer steps over ``train_dataset``.
+
+        Raises:
+            ValueError: the dataset is missing or empty, or its lengths are wrong.
+        """
+        dataset = self._required("train_dataset")
+        size = dataset_size(dataset)
+        shapes = check_shapes(self.sample_shapes(dataset), size)
+        self.rules = replace(self.rules, sequence_keys=detect_sequence_keys(dataset, shapes, self.rules))
+        sampler = StepSampler(
+            shapes.prod(axis=1),
+            seed=self.seed,
+            shuffle=self.shuffle and not self._overfitting,
+            global_batch_size=self.global_batch_size,
+            global_batch_tokens=self.global_batch_tokens,
+        )
+        loader = DCPLoader(dataset, shapes=shapes, sampler=sampler, hooks=self, options=self.loader_options)
+        self._restore(loader)
+        self._warn_if_small(size)
+        return loader
+
+    def val_dataloader(self) -> Any:
+        """A plain loader over ``val_dataset``; none where it is not set and the run only trains."""
+        if self.val_dataset is None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            return []
+        return self._evaluation_loader("val_dataset")
+
+    def test_dataloader(self) -> Any:
+        """A plain loader over ``test_dataset``."""
+        return self._evaluation_loader("test_dataset")
+
+    def predict_dataloader(self) -> Any:
+        """A plain loader over ``predict_dataset``."""
+        return self._evaluation_loader("predict_dataset")
+
+    # ------------------------------------------------------------------ position in checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position behind the last consumed step; empty before there is a train loader."""
+        return {"train_loader": self._loader.state_dict()} if self._loader is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue a fit behind a saved position.
+
+        Lightning hands the loader its own state only when nothing asked for the loader earlier (a schedule that
+        reads ``estimated_stepping_batches`` does), so the data module carries it too.
+        """
+        fitting = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
+        if not fitting or "train_loader" not in state_dict:
+            return
+        self._pending, self._pending_holder = state_dict["train_loader"], None
+        if self._loader is not None and not self._loader.started:
+            self._loader.load_state_dict(state_dict["train_loader"])
+            self._pending_holder = self._loader
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a spawned worker needs: not the trainer, not the loader that owns the workers."""
+        dropped = {"trainer": None, "_loader": None, "_pending_holder": None}
+        return {**self.__dict__, **dropped}
+
+    # ------------------------------------------------------------------ inside
+
+    def _required(self, name: str) -> Any:
+        dataset = getattr(self, name)
+        if dataset is None:
+            raise ValueError(
+                f"{type(self).__name__}.{name} is not set; assign a dataset to self.{name} in setup(stage)"
+            )
+        return dataset
+
+    def _lengths_of(self, dataset: Any) -> Lengths | None:
+        """A table of lengths belongs to the train dataset; a column or a function serves every dataset."""
+        general = self.lengths is None or isinstance(self.lengths, str) or callable(self.lengths)
+        return self.lengths if general or dataset is self.train_dataset else None
+
+    @property
+    def _overfitting(self) -> bool:
+        return self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
+
+    def _restore(self, loader: DCPLoader) -> None:
+        """Put a new loader where the run stands: behind a loaded state, else at the trainer's epoch."""
+        if self._pending_holder is not None and self._pending_holder.started:
+            self._pending, self._pending_holder = None, None
+        trainer, former = self.trainer, self._loader
+        if self._pending is not None:
+            loader.load_state_dict(self._pending)
+            self._pending_holder = loader
+        elif trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            loader.sampler.set_epoch(trainer.current_epoch)
+            if former is not None and trainer.global_step > 0:
+                loader.sampler.consumed_samples = former.consumed_samples
+                loader.sampler.consumed_tokens = former.consumed_tokens
+        self._loader = loader
+
+    def _warn_if_small(self, size: int) -> None:
+        ranks = self.trainer.world_size if self.trainer is not None else 1
+        samples = min(size, self.global_batch_size or size)
+        if samples < ranks:
+            rank_zero_warn(
+                f"a step holds {samples} samples for {ranks} ranks; a rank without a sample only waits, unless "
+                "long samples are split over several ranks. Raise global_batch_size or use fewer devices"
+            )
+
+    def _evaluation_loader(self, name: str) -> DataLoader[Any]:
+        dataset = self._required(name)
+        size = dataset_size(dataset)
+        shapes = self._cheap_shapes(dataset, size)
+        options = self.loader_options
+        return DataLoader(
+            IndexedDataset(dataset),
+            batch_size=self.eval_batch_size,
+            shuffle=False,
+            num_workers=options.num_workers,
+            collate_fn=EvaluationCollate(collate=self.collate, shapes=shapes, axes=self._axes),
+            pin_memory=options.pin_memory,
+            worker_init_fn=options.worker_init_fn,
+            multiprocessing_context=options.multiprocessing_context if options.num_workers else None,
+            persistent_workers=options.num_workers > 0,
+        )
+
+    @property
+    def _axes(self) -> int:
+        return int(self._loader.shapes.shape[1]) if self._loader is not None else 1
+
+    def _cheap_shapes(self, dataset: Any, size: int) -> IntArray | None:
+        """Shapes that are known without reading the samples; else each batch measures its own."""
+        overridden = type(self).sample_shapes is not DCPDataModule.sample_shapes
+        known = self.sample_shapes(dataset) if overridden else known_shapes(dataset, self._lengths_of(dataset))
+        return None if known is None else check_shapes(known, size)

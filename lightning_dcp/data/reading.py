@@ -1,0 +1,134 @@
+"""What a worker does: read the samples of micro-batches and collate them.
+
+A failure becomes text: an exception on one rank would leave the others waiting in their next exchange.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import Dataset
+
+from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.randomness import isolated, seed_global
+from lightning_dcp.data.sampler import check_integer
+from lightning_dcp.plan import MicroBatch
+from lightning_dcp.seeding import seed_from
+
+
+class Collate(Protocol):
+    """Turns samples into one batch."""
+
+    def __call__(self, samples: Sequence[Any], micro_batch: MicroBatch) -> Batch:
+        """Collate ``samples``, which stand in the order of ``micro_batch.sample_ids``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """How samples are read.
+
+    Attributes:
+        num_workers: processes that read samples; 0 reads in the main process.
+        prefetch_steps: steps that are planned and read ahead. With more workers than that, one step each.
+        pin_memory: copy batches to page-locked memory.
+        worker_init_fn: called in each worker with its number. It cannot change the draws of ``__getitem__`` and
+            collate, which are seeded for each sample.
+        multiprocessing_context: start method of the workers (``"fork"``, ``"spawn"``, ``"forkserver"``).
+    """
+
+    num_workers: int = 0
+    prefetch_steps: int = 2
+    pin_memory: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: str | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("num_workers", self.num_workers, minimum=0)
+        check_integer("prefetch_steps", self.prefetch_steps, minimum=1)
+
+
+class ReadError(RuntimeError):
+    """A sample could not be read or collated; the message names it, the cause is the dataset's own error."""
+
+
+class Task(NamedTuple):
+    """What one rank has to read for one step."""
+
+    epoch: int
+    step: int
+    micro_batches: tuple[MicroBatch, ...]
+
+
+class Reading(NamedTuple):
+    """What came of a task: the batches, or the reason why there are none."""
+
+    data: tuple[Batch, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Reads micro-batches of a dataset with random numbers that no worker and no rank influences.
+
+    Attributes:
+        dataset: has ``__getitem__``.
+        collate: turns samples into a batch.
+        seed: seed of the run.
+    """
+
+    dataset: Any
+    collate: Collate
+    seed: int
+
+    def load(self, micro_batch: MicroBatch, epoch: int, step: int) -> Batch:
+        """Read and collate one micro-batch, unsharded.
+
+        Draws in ``__getitem__`` depend on (seed, epoch, sample id) alone; draws in collate on (seed, epoch, step,
+        first sample id), so all ranks of a group get the same batch. The global generators keep their state.
+
+        Raises:
+            ReadError: the dataset or the collate function raised.
+        """
+        with isolated():
+            samples = [self._sample(sample_id, epoch) for sample_id in micro_batch.sample_ids]
+            seed_global(seed_from(self.seed, epoch, step, micro_batch.sample_ids[0]))
+            try:
+                return self.collate(samples, micro_batch)
+            except Exception as error:
+                raise ReadError(
+                    f"samples {list(micro_batch.sample_ids)} could not be collated: {_describe(error)}"
+                ) from error
+
+    def perform(self, task: Task) -> Reading:
+        """Read all micro-batches of a step; never raises an ``Exception``."""
+        try:
+            return Reading(tuple(self.load(m, task.epoch, task.step) for m in task.micro_batches))
+        except Exception as error:
+            text = f"step {task.step} of epoch {task.epoch}: {error}\n{traceback.format_exc()}"
+            return Reading((), text)
+
+    def _sample(self, sample_id: int, epoch: int) -> Any:
+        seed_global(seed_from(self.seed, epoch, sample_id))
+        try:
+            return self.dataset[sample_id]
+        except Exception as error:
+            raise ReadError(f"sample {sample_id} could not be read: {_describe(error)}") from error
+
+
+class TaskDataset(Dataset[Reading]):
+    """A dataset whose indices are tasks, for a ``DataLoader`` with ``batch_size=None``."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def __getitem__(self, task: Task) -> Reading:
+        """Perform a task in the process that asks."""
+        return self.reader.perform(task)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
