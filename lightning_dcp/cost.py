@@ -266,11 +266,7 @@ class CostModel:
             policy: ``"auto"`` searches, ``"none"`` recomputes nothing, ``"full"`` every layer.
         """
         terms = self._terms(sp_size, np.asarray(batch_size), np.asarray(tokens))
-        layers = np.asarray(self.num_layers, dtype=np.int64)
-        shape = terms.constant_time.shape
-        counts = np.broadcast_to(layers if policy == "full" else 0 * layers, (*shape, len(layers))).copy()
-        if policy == "auto":
-            counts = terms.fewest_recomputed(memory_bytes - self.profile.static_bytes)
+        counts = terms.counts(policy, memory_bytes - self.profile.static_bytes)
         memory = terms.memory(counts, self.profile.static_bytes)
         time = np.where(memory <= memory_bytes, terms.time(counts), INFEASIBLE)
         return Settings(nanoseconds=time, bytes=memory, recompute=counts)
@@ -284,42 +280,44 @@ class CostModel:
     def least_share(
         self,
         sp_size: int,
-        batch_range: tuple[int, int],
+        batch_range: tuple[IntArray, IntArray],
         tokens: IntArray,
         memory_bytes: int,
         policy: RecomputePolicy = "auto",
-    ) -> IntArray:
-        """A lower bound of ``T(b) / b`` over a range of batch sizes; the exact quotient, rounded down, for one.
+    ) -> tuple[IntArray, IntArray]:
+        """Lower bounds of ``T(b)`` and of ``T(b) / b`` over ranges of batch sizes; exact for ranges of one.
 
         Between two measured batch sizes ``T`` is a line in ``b`` for each ``r``, so ``T / b`` is least at an end
         of the range; and what fits the memory at any ``b`` of the range fits it at the first.
 
         Args:
             sp_size: ``p``.
-            batch_range: first and last ``b``, without a measured batch size between them.
-            tokens: padded tokens of each sample.
+            batch_range: first and last ``b`` of each range, without a measured batch size between them.
+            tokens: padded tokens of each sample; broadcast against the ranges.
             memory_bytes: limit per rank.
             policy: as in :meth:`settings`.
+
+        Returns:
+            Nanoseconds of the first ``b`` (:data:`INFEASIBLE` if it does not fit), and nanoseconds per sample,
+            rounded down.
         """
-        low, high = batch_range
-        first = self.settings(sp_size, np.asarray(low), tokens, memory_bytes, policy).nanoseconds
-        if low == high:
-            return first // low
-        at_low = self._terms(sp_size, np.asarray(low), tokens)
-        at_high = self._terms(sp_size, np.asarray(high), tokens)
+        low, high = (np.asarray(end, dtype=np.int64) for end in batch_range)
+        first = self.settings(sp_size, low, tokens, memory_bytes, policy).nanoseconds
+        share = first // low
+        if (low == high).all():
+            return first, share
+        at_high = self._terms(sp_size, high, tokens)
         mixed = replace(
-            at_low,
+            self._terms(sp_size, low, tokens),
             plain_time=at_high.plain_time,
             recompute_time=at_high.recompute_time,
             constant_time=at_high.constant_time,
         )
-        counts = {"none": 0 * mixed.plain_time, "full": 0 * mixed.plain_time + mixed.layers}.get(policy)
-        if counts is None:
-            counts = mixed.fewest_recomputed(memory_bytes - self.profile.static_bytes)
+        last = mixed.time(mixed.counts(policy, memory_bytes - self.profile.static_bytes))
         # Each quantity was rounded down once, by less than a nanosecond a layer.
         slack = 2 * sum(self.num_layers) + 1
-        least = np.minimum((first - slack) // low, (mixed.time(counts) - slack) // high)
-        return np.asarray(np.maximum(least, 0))
+        least = np.maximum(np.minimum((first - slack) // low, (last - slack) // high), 0)
+        return first, np.asarray(np.where(low == high, share, least))
 
     def _terms(self, sp_size: int, batch_size: IntArray, tokens: IntArray) -> _Terms:
         if sp_size not in self._grids:
@@ -374,6 +372,13 @@ class _Terms:
         # only if no layer is left plain does a whole layer's m come on top (found by running).
         last = np.where((counts == self.layers) & (counts > 0), self.activation, 0)
         return np.asarray(held.sum(axis=-1) + last.max(axis=-1, initial=0) + self.constant_bytes + static_bytes)
+
+    def counts(self, policy: RecomputePolicy, room: int) -> IntArray:
+        """Counts per family as the policy says, shape ``[..., families]``."""
+        if policy == "auto":
+            return self.fewest_recomputed(room)
+        shape = (*self.constant_time.shape, len(self.layers))
+        return np.broadcast_to(self.layers if policy == "full" else 0 * self.layers, shape)
 
     def fewest_recomputed(self, room: int) -> IntArray:
         """Counts per family of least time within ``room`` bytes, shape ``[..., families]``."""

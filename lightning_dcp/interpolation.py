@@ -26,7 +26,8 @@ class Grid:
     """Several quantities on the nodes (batch size, tokens) with what is needed between and beyond them.
 
     Row ``i < B`` of the tables belongs to ``batch_nodes[i]``; row ``B`` is the growth per ``batch_widths[-1]``
-    beyond the last batch size. ``steps`` is the growth from one token node to the next, in the last column beyond it.
+    beyond the last batch size. ``steps`` is the growth from one token node to the next, the last column that
+    beyond the last node.
 
     Attributes:
         batch_nodes: batch sizes, shape ``[B]``.

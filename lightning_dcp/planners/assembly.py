@@ -8,10 +8,11 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dcp.cost import INFEASIBLE, IntArray, Settings
 from lightning_dcp.plan import IterationPlan, MicroBatch, Shape
-from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
+from lightning_dcp.planners.protocol import InfeasibleError, Limits, PlanRequest
 
 
 class Placement(NamedTuple):
@@ -69,13 +70,18 @@ def settings_within(request: PlanRequest, sp_size: int, batch_size: IntArray, to
     """:meth:`CostModel.settings` under all limits of the request: memory, ``max_batch_size``, ``max_tokens``."""
     limits = request.limits
     found = request.cost.settings(sp_size, batch_size, tokens, limits.memory_bytes, limits.recompute)
-    too_large = np.zeros(found.nanoseconds.shape, dtype=bool)
+    time = np.where(exceeds(limits, sp_size, batch_size, tokens), INFEASIBLE, found.nanoseconds)
+    return Settings(nanoseconds=time, bytes=found.bytes, recompute=found.recompute)
+
+
+def exceeds(limits: Limits, sp_size: int, batch_size: IntArray, tokens: IntArray) -> NDArray[np.bool_]:
+    """Whether micro-batches pass ``max_batch_size`` or ``max_tokens``."""
+    too_large = np.zeros(np.broadcast_shapes(np.shape(batch_size), np.shape(tokens)), dtype=bool)
     if limits.max_batch_size is not None:
         too_large |= np.asarray(batch_size) > limits.max_batch_size
     if limits.max_tokens is not None:
         too_large |= np.asarray(batch_size) * tokens // sp_size > limits.max_tokens
-    time = np.where(too_large, INFEASIBLE, found.nanoseconds)
-    return Settings(nanoseconds=time, bytes=found.bytes, recompute=found.recompute)
+    return too_large
 
 
 def check_feasible(request: PlanRequest, sp_sizes: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from lightning_dcp.planners.assembly import (
     raise_micro_batches,
     usable_sp_sizes,
 )
-from lightning_dcp.planners.bound import Shares, lower_bound, shares
+from lightning_dcp.planners.bound import Shares, lower_bound
 from lightning_dcp.planners.improve import Improver
 from lightning_dcp.planners.protocol import PlanRequest
 from lightning_dcp.planners.schedule import Item, Schedule
@@ -35,10 +36,10 @@ class Balanced:
     """Moldable scheduling of the given samples on the laminar family of groups.
 
     For several targets of the makespan, a little above the lower bound: each sample gets the narrowest group that
-    meets the target; the samples of one width, sorted by length, are cut into micro-batches of least total time by a
-    dynamic program; wide groups are placed first, the longest micro-batch on the group that is free first. The
-    best results are improved by a bounded number of moves of the busiest rank's micro-batches (elsewhere, in
-    exchange, or in part). Recomputed layers are the fewest that fit each micro-batch.
+    meets the target; the samples of one width, sorted by length, are cut into micro-batches of least total time
+    by a dynamic program; wide groups are placed first, the longest micro-batch on the group that is free first.
+    The best results are improved by a bounded number of moves of the busiest rank's micro-batches (elsewhere,
+    in exchange, or in part). Recomputed layers are the fewest that fit each micro-batch.
 
     The makespan is never above that of single samples dealt longest first (``Static()``), unless
     ``limits.min_micro_batches`` asks for more micro-batches than the best plan has.
@@ -70,10 +71,10 @@ class Balanced:
         if not request.shapes:
             return assemble(request, [])
         check_feasible(request, sizes)
-        options = shares(request)
+        options = Shares.build(request)
         bound = lower_bound(request, options)
-        tables = Tables.build(request)
-        best = self._search(request, tables, options, bound)
+        tables = Tables.build(request, options)
+        best = self._search(request, tables, bound)
         order = tables.order.tolist()
         placements = [
             Placement(tuple(order[item.start : item.start + item.batch_size]), item.first_rank, item.sp_size)
@@ -82,7 +83,7 @@ class Balanced:
         minimum = request.limits.min_micro_batches
         return assemble(request, raise_micro_batches(placements, request.world.world_size, minimum), bound)
 
-    def _search(self, request: PlanRequest, tables: Tables, options: Shares, bound: int) -> Schedule:
+    def _search(self, request: PlanRequest, tables: Tables, bound: int) -> Schedule:
         candidates = _candidates(request.world, tables, bound)
         candidates.sort(key=lambda schedule: schedule.makespan)
         improver = Improver(request=request, tables=tables)
@@ -127,7 +128,7 @@ def _construct(world: World, tables: Tables, widths: tuple[int, ...], cap: int) 
     """Cut the samples of each width into micro-batches and place them, wide groups first."""
     schedule = Schedule(world.world_size)
     edges = [0, *(i for i in range(1, len(widths)) if widths[i] != widths[i - 1]), len(widths)]
-    runs = [(widths[a], a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    runs = [(widths[a], a, b) for a, b in pairwise(edges)]
     for p in sorted({width for width, _, _ in runs}, reverse=True):
         pieces = [piece for width, a, b in runs if width == p for piece in tables.partition(p, a, b, cap)]
         pieces.sort(key=lambda piece: -piece[2])

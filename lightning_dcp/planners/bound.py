@@ -13,21 +13,44 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
-from lightning_dcp.planners.assembly import check_feasible, padded_tokens, settings_within, usable_sp_sizes
+from lightning_dcp.planners.assembly import check_feasible, exceeds, padded_tokens, usable_sp_sizes
 from lightning_dcp.planners.protocol import PlanRequest
+
+_ROWS = 4
+"""Batch sizes asked for at once: large enough for array speed, small enough to stop early where nothing fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """For each sample the settings worth having, by rising least time; arrays ``[options, samples]``.
+    """For each sample the settings worth having.
 
     Attributes:
-        time: least nanoseconds ``T`` of the option.
+        batch_sizes: ``b`` of the rows of ``alone``, ascending from 1, shape ``[K]``.
+        alone: for each ``p`` the nanoseconds of ``b`` samples of the sample's own size, shape ``[K, n]``;
+            :data:`INFEASIBLE` where it does not fit.
+        time: least nanoseconds ``T`` of the options ``(p, range of b)``, rising, shape ``[options, n]``.
         share: least rank-nanoseconds ``p T / b`` of the sample among the options up to this one.
     """
 
+    batch_sizes: IntArray
+    alone: dict[int, IntArray]
     time: IntArray
     share: IntArray
+
+    @classmethod
+    def build(cls, request: PlanRequest) -> Shares:
+        """Ask the cost model for all options of all samples, in the order of the request."""
+        limit = min(len(request.shapes), request.limits.max_batch_size or len(request.shapes))
+        low = np.asarray(request.cost.batch_sizes(limit), dtype=np.int64)
+        high = np.append(low[1:] - 1, limit)
+        alone, values = {}, []
+        for p in usable_sp_sizes(request):
+            alone[p], share = _options(request, p, low, high)
+            values.append(np.where(alone[p] < INFEASIBLE, p * share, INFEASIBLE))
+        time, share = np.concatenate(list(alone.values())), np.concatenate(values)
+        order = np.argsort(time, axis=0, kind="stable")
+        time, share = np.take_along_axis(time, order, 0), np.take_along_axis(share, order, 0)
+        return cls(batch_sizes=low, alone=alone, time=time, share=np.minimum.accumulate(share, axis=0))
 
     def least(self, makespan: int) -> IntArray:
         """``c_i(D)`` of every sample, shape ``[n]``; :data:`INFEASIBLE` where no option lasts at most ``D``."""
@@ -36,31 +59,25 @@ class Shares:
         return np.where(count > 0, found, INFEASIBLE)
 
 
-def shares(request: PlanRequest) -> Shares:
-    """All options ``(p, b)`` of all samples, ready for :meth:`Shares.least`."""
-    shapes = np.asarray(request.shapes, dtype=np.int64)
-    times, values = [], []
-    for p in usable_sp_sizes(request):
-        tokens = padded_tokens(shapes, p)
-        for low, high in _batch_ranges(request):
-            found = settings_within(request, p, np.asarray(low), tokens).nanoseconds
-            if (found >= INFEASIBLE).all():
-                break
-            limits = request.limits
-            share = request.cost.least_share(p, (low, high), tokens, limits.memory_bytes, limits.recompute)
-            times.append(found)
-            values.append(np.where(found < INFEASIBLE, p * share, INFEASIBLE))
-    time, share = np.stack(times), np.stack(values)
-    order = np.argsort(time, axis=0, kind="stable")
-    time, share = np.take_along_axis(time, order, 0), np.take_along_axis(share, order, 0)
-    return Shares(time=time, share=np.minimum.accumulate(share, axis=0))
-
-
-def _batch_ranges(request: PlanRequest) -> list[tuple[int, int]]:
-    """Ranges that cover the batch sizes ``1 .. n``; the range of one number is exact."""
-    limit = min(len(request.shapes), request.limits.max_batch_size or len(request.shapes))
-    starts = request.cost.batch_sizes(limit)
-    return [(low, high - 1) for low, high in zip(starts, (*starts[1:], limit + 1), strict=True)]
+def _options(request: PlanRequest, sp_size: int, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
+    """Nanoseconds and nanoseconds per sample, both ``[K, n]``, of ``b`` from ``low[k]`` to ``high[k]``."""
+    tokens = padded_tokens(np.asarray(request.shapes, dtype=np.int64), sp_size)
+    time = np.full((len(low), len(tokens)), INFEASIBLE, dtype=np.int64)
+    share = np.zeros_like(time)
+    limits, active = request.limits, np.arange(len(tokens))
+    for start in range(0, len(low), _ROWS):
+        rows = slice(start, start + _ROWS)
+        ends = low[rows, None], high[rows, None]
+        first, each = request.cost.least_share(
+            sp_size, ends, tokens[active], limits.memory_bytes, limits.recompute
+        )
+        first = np.where(exceeds(limits, sp_size, low[rows, None], tokens[active]), INFEASIBLE, first)
+        time[rows, active], share[rows, active] = first, each
+        # What does not fit with b samples does not fit with more.
+        active = active[first[-1] < INFEASIBLE]
+        if not len(active):
+            break
+    return time, share
 
 
 def lower_bound(request: PlanRequest, options: Shares | None = None) -> int:
@@ -70,7 +87,7 @@ def lower_bound(request: PlanRequest, options: Shares | None = None) -> int:
 
     Args:
         request: samples, cost model, world and limits.
-        options: :func:`shares` of the same request, if at hand.
+        options: the shares of the same request, if at hand.
 
     Raises:
         InfeasibleError: a sample fits no setting.
@@ -78,7 +95,7 @@ def lower_bound(request: PlanRequest, options: Shares | None = None) -> int:
     if not request.shapes:
         return 0
     check_feasible(request, usable_sp_sizes(request))
-    table = options or shares(request)
+    table = options or Shares.build(request)
     world_size = request.world.world_size
     # Any c_i(D) is finite from the longest of the shortest times on.
     low, high = int(table.time[0].max()), int(table.time[0].max())

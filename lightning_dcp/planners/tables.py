@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dcp.cost import IntArray
-from lightning_dcp.planners.assembly import padded_tokens, settings_within, usable_sp_sizes
+from lightning_dcp.planners.assembly import padded_tokens, settings_within
+from lightning_dcp.planners.bound import Shares
 from lightning_dcp.planners.protocol import PlanRequest
 
 NEVER = 2**50
@@ -34,23 +36,24 @@ class Tables:
     times: dict[int, IntArray]
 
     @classmethod
-    def build(cls, request: PlanRequest) -> Tables:
-        """Sort the samples and ask the cost model, a whole table at a time."""
+    def build(cls, request: PlanRequest, options: Shares) -> Tables:
+        """Sort the samples and look up, or ask the cost model for, the times of their runs."""
         shapes = np.asarray(request.shapes, dtype=np.int64)
         # Equal shapes must be neighbours (exact_shapes), and the order must not depend on the input's.
         order = np.lexsort((np.asarray(request.sample_ids), *-shapes.T, -shapes.prod(axis=-1)))
         shapes = shapes[order]
-        limit = min(len(shapes), request.limits.max_batch_size or len(shapes))
-        sizes = request.cost.batch_sizes(limit)
-        largest = [_window_max(shapes, b) for b in sizes]
-        legal = np.stack([_legal(shapes, b, request.limits.exact_shapes) for b in sizes])
-        return cls(
-            order=order,
-            shapes=shapes,
-            sp_sizes=usable_sp_sizes(request),
-            batch_sizes=np.asarray(sizes, dtype=np.int64),
-            times={p: _times(request, p, sizes, largest, legal) for p in usable_sp_sizes(request)},
-        )
+        sizes = options.batch_sizes
+        legal = np.stack([_legal(shapes, b, request.limits.exact_shapes) for b in sizes.tolist()])
+        times = {p: alone[:, order] for p, alone in options.alone.items()}
+        if shapes.shape[1] > 1:
+            # With one axis the first sample of a run is the largest; with more the run may be larger than each.
+            largest = np.stack([_window_max(shapes, b) for b in sizes.tolist()])
+            times = {
+                p: settings_within(request, p, sizes[:, None], padded_tokens(largest, p)).nanoseconds
+                for p in times
+            }
+        times = {p: np.where(legal, np.minimum(found, NEVER), NEVER) for p, found in times.items()}
+        return cls(order=order, shapes=shapes, sp_sizes=tuple(times), batch_sizes=sizes, times=times)
 
     def partition(self, sp_size: int, low: int, high: int, cap: int) -> list[tuple[int, int, int]]:
         """Cut ``low .. high - 1`` into micro-batches ``(start, b, nanoseconds)`` of least total time.
@@ -88,7 +91,7 @@ def _window_max(shapes: IntArray, width: int) -> IntArray:
     return np.asarray(windows.max(axis=-1))
 
 
-def _legal(shapes: IntArray, width: int, exact: bool) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _legal(shapes: IntArray, width: int, exact: bool) -> NDArray[np.bool_]:
     """Whether the ``width`` samples from ``i`` on exist and may share a micro-batch, shape ``[n]``."""
     legal = np.arange(len(shapes)) + width <= len(shapes)
     if exact:
@@ -96,19 +99,3 @@ def _legal(shapes: IntArray, width: int, exact: bool) -> np.ndarray[tuple[int], 
         # Equal shapes are neighbours, so equal ends mean that all between are equal.
         legal &= (shapes == shapes[last]).all(axis=-1)
     return legal
-
-
-def _times(
-    request: PlanRequest,
-    sp_size: int,
-    sizes: tuple[int, ...],
-    largest: list[IntArray],
-    legal: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-) -> IntArray:
-    table = np.full(legal.shape, NEVER, dtype=np.int64)
-    for k, b in enumerate(sizes):
-        found = settings_within(request, sp_size, np.asarray(b), padded_tokens(largest[k], sp_size)).nanoseconds
-        table[k] = np.where(legal[k], np.minimum(found, NEVER), NEVER)
-        if (found >= NEVER).all():
-            break
-    return table
