@@ -81,7 +81,9 @@ class Tokens:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        draws = torch.tensor([float(torch.rand(())), float(np.random.rand()), random.random()], dtype=torch.float64)
+        draws = torch.tensor(
+            [float(torch.rand(())), float(np.random.rand()), random.random()], dtype=torch.float64
+        )
         return {
             "input_ids": torch.arange(self.sizes[index]) + 100 * index,
             "index": index,
@@ -127,16 +129,9 @@ class Recorder(L.LightningModule):
         self.seen: list[tuple[int, list[int]]] = []
         self.total_steps = total_steps
 
-    def training_step(self, batch: DCPBatch, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: DCPBatch) -> torch.Tensor:
         self.seen.append((batch.epoch, ids_of(batch)))
         return self.weight * 1.0
-
-    def on_train_batch_end(self, outputs: Any, batch: DCPBatch, batch_idx: int) -> None:
-        loader = self.trainer.train_dataloader
-        assert isinstance(loader, DCPLoader)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)

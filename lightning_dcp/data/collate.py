@@ -5,7 +5,7 @@ Shapes: B samples, S padded length of the first axis; the second axis of two-dim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from numbers import Number
@@ -32,10 +32,11 @@ class CollateRules:
 
     Attributes:
         pad_values: key to the value that fills its padding; other keys are filled with 0 (False).
-        sequence_keys: keys that run along the sequence, with the number of the sample's axes that they have (1 for
-            values per frame of a two-dimensional sample). ``None``: those whose leading axes equal the declared
-            shape in every sample of the micro-batch.
-        sequence_dims: key to the axis of the BATCHED tensor along which its sequence runs, where that is not 1.
+        sequence_axes: for each key, how many axes of the sample its leading axes are (1 for values per frame of a
+            two-dimensional sample, 0 for a value that is no sequence). Keys that are missing here are judged by
+            their shapes in every micro-batch.
+        sequence_dims: key to the axis of the BATCHED tensor along which its sequence runs, where that is not 1;
+            ``None`` for a value that is no sequence whatever its shape.
         shift_labels: move the labels one to the left on the whole sequence, so that position ``i`` holds what
             comes after token ``i``. Without labels they are made from ``input_ids``.
         labels_key: key of the labels.
@@ -43,8 +44,8 @@ class CollateRules:
     """
 
     pad_values: Mapping[str, float] = field(default_factory=dict)
-    sequence_keys: Mapping[str, int] | None = None
-    sequence_dims: Mapping[str, int] = field(default_factory=dict)
+    sequence_axes: Mapping[str, int] = field(default_factory=dict)
+    sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
     shift_labels: bool = False
     labels_key: str = "labels"
     ignore_index: int = -100
@@ -77,66 +78,74 @@ def collate(samples: Sequence[Any], micro_batch: MicroBatch, rules: CollateRules
         )
     rows = [as_sample(sample) for sample in samples]
     _check_keys(rows, micro_batch.sample_ids)
-    keys = rules.sequence_keys
-    if keys is None:
-        keys = common_keys(
-            sequence_keys(r, shape, rules) for r, shape in zip(rows, micro_batch.shapes, strict=True)
-        )
-    _check_lengths(rows, micro_batch, keys, rules)
     if rules.shift_labels:
-        keys = _shift(rows, keys, rules)
+        _make_labels(rows, rules)
+    found = [sequence_axes(row, shape, rules) for row, shape in zip(rows, micro_batch.shapes, strict=True)]
+    axes = {**common_axes(found), **{key: n for key, n in rules.sequence_axes.items() if key in rows[0]}}
+    _check_lengths(rows, micro_batch, axes, rules)
+    if rules.shift_labels:
+        _shift(rows, axes, rules)
     batch: Batch = {}
     for key in rows[0]:
         values = [row[key] for row in rows]
-        batch[key] = (
-            _pad(key, values, keys[key], micro_batch, rules) if key in keys else _stack(key, values, micro_batch)
-        )
+        if axes.get(key):
+            batch[key] = _pad(key, values, axes[key], micro_batch, rules)
+        else:
+            batch[key] = _stack(key, values, micro_batch)
     return _add_positions(batch, micro_batch)
 
 
 def as_sample(sample: Any) -> Sample:
     """A sample as a fresh dict in which arrays and lists of numbers are tensors."""
     fields = sample if isinstance(sample, Mapping) else {SEQUENCE_KEY: sample}
-    return {str(key): _as_tensor(value) for key, value in fields.items()}
+    row = {str(key): _as_tensor(value) for key, value in fields.items()}
+    if not isinstance(sample, Mapping) and not isinstance(row[SEQUENCE_KEY], torch.Tensor):
+        raise ValueError(
+            f"a sample is of type {type(sample).__name__}; samples must be dicts, or tensors of tokens. For "
+            "anything else override sample_shapes and collate"
+        )
+    return row
 
 
-def sequence_keys(sample: Sample, shape: Shape, rules: CollateRules) -> dict[str, int]:
-    """Keys of one sample whose leading axes equal those of its shape, with the number of axes that do."""
-    axes = {key: _axes_along(_sequence_first(key, value, rules), shape) for key, value in sample.items()}
-    return {key: count for key, count in axes.items() if count}
-
-
-def common_keys(found: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Keys that run along the sequence in all of several samples, with the axes that they have in all."""
-    first, *others = found
+def sequence_axes(sample: Sample, shape: Shape, rules: CollateRules) -> dict[str, int]:
+    """For each tensor of a sample, how many axes of the sample its leading axes are; 0 if it is no sequence."""
     return {
-        key: min(count, *(o[key] for o in others)) if others else count
-        for key, count in first.items()
-        if all(key in o for o in others)
+        key: _axes_along(_sequence_first(key, value, rules), shape)
+        if rules.sequence_dims.get(key, 1) is not None
+        else 0
+        for key, value in sample.items()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
     }
 
 
-def detect_sequence_keys(dataset: Any, shapes: IntArray, rules: CollateRules) -> dict[str, int] | None:
-    """Keys that run along the sequence, told from the samples of the least and the greatest size of each axis.
+def common_axes(found: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """What holds in all of several samples."""
+    return {key: min(axes.get(key, 0) for axes in found) for key in found[0]}
+
+
+def detect_sequence_axes(dataset: Any, shapes: IntArray, rules: CollateRules) -> dict[str, int]:
+    """Tell sequences from other values by the samples of the least and the greatest size of each axis.
 
     A vector with as many elements as ONE sample has tokens is no sequence; samples of different length tell them
-    apart. ``None`` where all samples are equally long, so that each micro-batch has to decide by itself.
+    apart. Empty where all samples are equally long, so that each micro-batch has to decide by itself.
     """
     if shapes[:, 0].min() == shapes[:, 0].max():
-        return None
+        return {}
     ends = sorted({int(i) for axis in shapes.T for i in (axis.argmin(), axis.argmax())})
     try:
         with isolated():
             samples = [(as_sample(dataset[index]), shape_of(shapes[index])) for index in ends]
     except Exception:
         # A sample that cannot be read is reported when its turn comes, by name and on all ranks at once.
-        return None
-    return common_keys(sequence_keys(sample, shape, rules) for sample, shape in samples) or None
+        return {}
+    axes = common_axes([sequence_axes(sample, shape, rules) for sample, shape in samples])
+    return axes if any(axes.values()) else {}
 
 
 def _as_tensor(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
-        return torch.as_tensor(value) if value.dtype.kind in "biufc" else value
+        # A copy: torch warns of arrays that cannot be written to, such as rows of a memory map.
+        return torch.tensor(value) if value.dtype.kind in "biufc" else value
     if isinstance(value, list | tuple) and value and isinstance(value[0], Number | list | tuple):
         try:
             return torch.as_tensor(value)
@@ -145,16 +154,14 @@ def _as_tensor(value: Any) -> Any:
     return torch.as_tensor(value) if isinstance(value, bool | int | float) else value
 
 
-def _sequence_first(key: str, value: Any, rules: CollateRules) -> Any:
+def _sequence_first(key: str, value: torch.Tensor, rules: CollateRules) -> torch.Tensor:
     """The value of one sample with its sequence axis in front."""
-    axis = rules.sequence_dims.get(key, 1) - 1
-    return value.movedim(axis, 0) if isinstance(value, torch.Tensor) and 0 < axis < value.dim() else value
+    dim = rules.sequence_dims.get(key)
+    axis = 0 if dim is None else dim - 1
+    return value.movedim(axis, 0) if 0 < axis < value.dim() else value
 
 
-def _axes_along(value: Any, shape: Shape) -> int:
-    """How many leading axes of a value run along the sample's axes; 0 if it is no sequence."""
-    if not isinstance(value, torch.Tensor):
-        return 0
+def _axes_along(value: torch.Tensor, shape: Shape) -> int:
     for axes in range(len(shape), 0, -1):
         if tuple(value.shape[:axes]) == shape[:axes]:
             return axes
@@ -171,12 +178,14 @@ def _check_keys(rows: Sequence[Sample], ids: Sequence[int]) -> None:
 
 
 def _check_lengths(
-    rows: Sequence[Sample], micro_batch: MicroBatch, keys: Mapping[str, int], rules: CollateRules
+    rows: Sequence[Sample], micro_batch: MicroBatch, axes: Mapping[str, int], rules: CollateRules
 ) -> None:
+    named = {key: 1 for key, dim in rules.sequence_dims.items() if dim is not None and key in rows[0]}
+    wanted = {key: count for key, count in {**named, **axes}.items() if count or key in named}
     for row, sample_id, shape in zip(rows, micro_batch.sample_ids, micro_batch.shapes, strict=True):
-        found = sequence_keys(row, shape, rules)
-        wrong = [key for key, axes in sorted(keys.items()) if found.get(key, 0) < axes]
-        if wrong or not keys:
+        found = sequence_axes(row, shape, rules)
+        wrong = [key for key, count in sorted(wanted.items()) if found.get(key, 0) < max(count, 1)]
+        if wrong or not wanted:
             listed = {k: tuple(v.shape) for k, v in row.items() if isinstance(v, torch.Tensor) and v.dim()}
             shown = {key: listed.get(key) for key in wrong} if wrong else listed
             raise ValueError(
@@ -185,19 +194,28 @@ def _check_lengths(
             )
 
 
-def _shift(rows: Sequence[Sample], keys: Mapping[str, int], rules: CollateRules) -> dict[str, int]:
+def _make_labels(rows: Sequence[Sample], rules: CollateRules) -> None:
+    for row in rows:
+        if rules.labels_key not in row and SEQUENCE_KEY in row:
+            row[rules.labels_key] = row[SEQUENCE_KEY]
+
+
+def _shift(rows: Sequence[Sample], axes: Mapping[str, int], rules: CollateRules) -> None:
     """Replace the labels of each sample, before padding, by those of the next position."""
     key = rules.labels_key
+    if not axes.get(key):
+        raise ValueError(
+            f'shift_labels=True needs labels along the sequence under "{key}", or "{SEQUENCE_KEY}" to make them '
+            f"from; the samples have {sorted(rows[0])}"
+        )
     for row in rows:
-        source = key if key in row else SEQUENCE_KEY
-        if source not in keys:
-            raise ValueError(
-                f'shift_labels=True needs labels along the sequence under "{key}", or "{SEQUENCE_KEY}" to make '
-                f"them from; the samples have {sorted(row)}"
-            )
-        labels = row[source]
+        labels = _wide(row[key])
         row[key] = torch.cat([labels[1:], torch.full_like(labels[:1], rules.ignore_index)])
-    return {**keys, key: keys[source]}
+
+
+def _wide(labels: torch.Tensor) -> torch.Tensor:
+    """Whole numbers as int64: narrow and unsigned types cannot hold the ignored label."""
+    return labels if labels.is_floating_point() or labels.is_complex() else labels.to(torch.int64)
 
 
 def _pad(
@@ -205,6 +223,8 @@ def _pad(
 ) -> torch.Tensor:
     """Stack values ``[s_i, ...]`` to ``[B, S, ...]``."""
     first = [_sequence_first(key, value, rules) for value in values]
+    if key == rules.labels_key:
+        first = [_wide(value) for value in first]
     rest = first[0].shape[axes:]
     for value, sample_id in zip(first, micro_batch.sample_ids, strict=True):
         if value.shape[axes:] != rest:
@@ -216,8 +236,8 @@ def _pad(
     padded = torch.full(size, rules.pad_value(key), dtype=_common_dtype(first))
     for row, value in zip(padded, first, strict=True):
         row[tuple(slice(0, length) for length in value.shape[:axes])] = value
-    axis = rules.sequence_dims.get(key, 1)
-    return padded if axis == 1 else padded.movedim(1, axis).contiguous()
+    dim = rules.sequence_dims.get(key, 1)
+    return padded if dim in (None, 1) else padded.movedim(1, dim).contiguous()
 
 
 def _stack(key: str, values: Sequence[Any], micro_batch: MicroBatch) -> Any:

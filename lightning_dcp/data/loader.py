@@ -18,6 +18,8 @@ from lightning_dcp.data.sampler import StepSampler
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.sequence_parallel.context import SPGroup
 
+__all__ = ["DCPLoader", "DataHooks", "PlanningContext"]
+
 
 class DataHooks(Protocol):
     """What a dataset's owner knows about its batches; :class:`DCPDataModule` satisfies it."""

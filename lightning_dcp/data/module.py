@@ -8,20 +8,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_dcp.cost import IntArray
 from lightning_dcp.data.batch import Batch
-from lightning_dcp.data.collate import MASK, CollateRules, collate, detect_sequence_keys
+from lightning_dcp.data.collate import MASK, CollateRules, collate, detect_sequence_axes
 from lightning_dcp.data.evaluation import EvaluationCollate, IndexedDataset
 from lightning_dcp.data.lengths import Lengths, check_shapes, dataset_size, known_shapes, read_shapes
 from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.data.position import LoaderKeeper, is_fitting
 from lightning_dcp.data.reading import LoaderOptions
 from lightning_dcp.data.sampler import StepSampler, check_batch_size, check_integer
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.sequence_parallel.context import SPGroup, current
+from lightning_dcp.sequence_parallel.sharding import shard_batch
 
 
 class DCPDataModule(pl.LightningDataModule):
@@ -44,8 +45,9 @@ class DCPDataModule(pl.LightningDataModule):
         lengths: a column of the dataset, one length or shape per sample of ``train_dataset``, or a function of a
             dataset that returns them. By default they are looked up (see
             :func:`lightning_dcp.data.lengths.read_shapes`).
-        sequence_dims: key to the axis of the batched tensor along which its sequence runs. When given, exactly
-            these keys are padded and sharded; by default those whose leading axes equal the sample's length are.
+        sequence_dims: key to the axis of the batched tensor along which its sequence runs, or ``None`` for a value
+            that is no sequence. Keys that are not named are sequences (axis 1) when their leading axes equal the
+            sample's length.
         pad_values: key to the value that fills its padding; by default ``ignore_index`` for the labels, else 0.
         pin_memory: copy batches to page-locked memory.
         shift_labels: make next-token labels, on the whole sequence.
@@ -69,7 +71,7 @@ class DCPDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         prefetch_steps: int = 2,
         lengths: Lengths | None = None,
-        sequence_dims: Mapping[str, int] | None = None,
+        sequence_dims: Mapping[str, int | None] | None = None,
         pad_values: Mapping[str, float] | None = None,
         pin_memory: bool = False,
         shift_labels: bool = False,
@@ -93,10 +95,10 @@ class DCPDataModule(pl.LightningDataModule):
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
         )
-        self.sequence_dims = dict(sequence_dims) if sequence_dims is not None else None
+        self.sequence_dims = dict(sequence_dims or {})
         self.rules = CollateRules(
             pad_values=dict(pad_values or {}),
-            sequence_dims=self.sequence_dims or {},
+            sequence_dims=self.sequence_dims,
             shift_labels=shift_labels,
             labels_key=labels_key,
             ignore_index=ignore_index,
@@ -105,9 +107,7 @@ class DCPDataModule(pl.LightningDataModule):
         self.val_dataset: Any = None
         self.test_dataset: Any = None
         self.predict_dataset: Any = None
-        self._loader: DCPLoader | None = None
-        self._pending: Mapping[str, Any] | None = None
-        self._pending_holder: DCPLoader | None = None
+        self._keeper = LoaderKeeper()
 
     # ------------------------------------------------------------------ hooks to override
 
@@ -128,11 +128,10 @@ class DCPDataModule(pl.LightningDataModule):
 
     def shard(self, batch: Batch, group: SPGroup) -> Batch:
         """Cut out what one rank of a group trains on: the ``S / p`` positions from ``group.rank * S / p`` on."""
-        from lightning_dcp.sequence_parallel.sharding import shard_batch
-
         padded_shape = current().padded_shape
         length = padded_shape[0] if padded_shape else int(batch[MASK].shape[1])
-        return shard_batch(batch, group, sequence_length=length, sequence_dims=self.sequence_dims)
+        whole = {key: None for key, axes in self.rules.sequence_axes.items() if axes == 0}
+        return shard_batch(batch, group, sequence_length=length, sequence_dims={**whole, **self.sequence_dims})
 
     def loss_items(self, batch: Batch) -> int:
         """Items of a shard that ``training_step`` averages over: its valid labels, without labels its real tokens.
@@ -160,24 +159,27 @@ class DCPDataModule(pl.LightningDataModule):
             ValueError: the dataset is missing or empty, or its lengths are wrong.
         """
         dataset = self._required("train_dataset")
+        waiting = self._keeper.waiting(dataset, self.trainer)
+        if waiting is not None:
+            return waiting
         size = dataset_size(dataset)
         shapes = check_shapes(self.sample_shapes(dataset), size)
-        self.rules = replace(self.rules, sequence_keys=detect_sequence_keys(dataset, shapes, self.rules))
+        self.rules = replace(self.rules, sequence_axes=detect_sequence_axes(dataset, shapes, self.rules))
         sampler = StepSampler(
             shapes.prod(axis=1),
             seed=self.seed,
-            shuffle=self.shuffle and not self._overfitting,
+            shuffle=self.shuffle and not getattr(self.trainer, "overfit_batches", 0),
             global_batch_size=self.global_batch_size,
             global_batch_tokens=self.global_batch_tokens,
         )
         loader = DCPLoader(dataset, shapes=shapes, sampler=sampler, hooks=self, options=self.loader_options)
-        self._restore(loader)
+        self._keeper.adopt(loader, self.trainer)
         self._warn_if_small(size)
         return loader
 
     def val_dataloader(self) -> Any:
         """A plain loader over ``val_dataset``; none where it is not set and the run only trains."""
-        if self.val_dataset is None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+        if self.val_dataset is None and is_fitting(self.trainer):
             return []
         return self._evaluation_loader("val_dataset")
 
@@ -193,7 +195,8 @@ class DCPDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Position behind the last consumed step; empty before there is a train loader."""
-        return {"train_loader": self._loader.state_dict()} if self._loader is not None else {}
+        loader = self._keeper.loader
+        return {"train_loader": loader.state_dict()} if loader is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue a fit behind a saved position.
@@ -201,18 +204,12 @@ class DCPDataModule(pl.LightningDataModule):
         Lightning hands the loader its own state only when nothing asked for the loader earlier (a schedule that
         reads ``estimated_stepping_batches`` does), so the data module carries it too.
         """
-        fitting = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
-        if not fitting or "train_loader" not in state_dict:
-            return
-        self._pending, self._pending_holder = state_dict["train_loader"], None
-        if self._loader is not None and not self._loader.started:
-            self._loader.load_state_dict(state_dict["train_loader"])
-            self._pending_holder = self._loader
+        if "train_loader" in state_dict and (self.trainer is None or is_fitting(self.trainer)):
+            self._keeper.load_state_dict(state_dict["train_loader"])
 
     def __getstate__(self) -> dict[str, Any]:
         """What a spawned worker needs: not the trainer, not the loader that owns the workers."""
-        dropped = {"trainer": None, "_loader": None, "_pending_holder": None}
-        return {**self.__dict__, **dropped}
+        return {**self.__dict__, "trainer": None, "_keeper": LoaderKeeper()}
 
     # ------------------------------------------------------------------ inside
 
@@ -229,25 +226,6 @@ class DCPDataModule(pl.LightningDataModule):
         general = self.lengths is None or isinstance(self.lengths, str) or callable(self.lengths)
         return self.lengths if general or dataset is self.train_dataset else None
 
-    @property
-    def _overfitting(self) -> bool:
-        return self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
-
-    def _restore(self, loader: DCPLoader) -> None:
-        """Put a new loader where the run stands: behind a loaded state, else at the trainer's epoch."""
-        if self._pending_holder is not None and self._pending_holder.started:
-            self._pending, self._pending_holder = None, None
-        trainer, former = self.trainer, self._loader
-        if self._pending is not None:
-            loader.load_state_dict(self._pending)
-            self._pending_holder = loader
-        elif trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            loader.sampler.set_epoch(trainer.current_epoch)
-            if former is not None and trainer.global_step > 0:
-                loader.sampler.consumed_samples = former.consumed_samples
-                loader.sampler.consumed_tokens = former.consumed_tokens
-        self._loader = loader
-
     def _warn_if_small(self, size: int) -> None:
         ranks = self.trainer.world_size if self.trainer is not None else 1
         samples = min(size, self.global_batch_size or size)
@@ -261,22 +239,20 @@ class DCPDataModule(pl.LightningDataModule):
         dataset = self._required(name)
         size = dataset_size(dataset)
         shapes = self._cheap_shapes(dataset, size)
+        trained = self._keeper.loader
+        axes = trained.shapes.shape[1] if trained is not None else 1
         options = self.loader_options
         return DataLoader(
             IndexedDataset(dataset),
             batch_size=self.eval_batch_size,
             shuffle=False,
             num_workers=options.num_workers,
-            collate_fn=EvaluationCollate(collate=self.collate, shapes=shapes, axes=self._axes),
+            collate_fn=EvaluationCollate(collate=self.collate, shapes=shapes, axes=axes),
             pin_memory=options.pin_memory,
             worker_init_fn=options.worker_init_fn,
             multiprocessing_context=options.multiprocessing_context if options.num_workers else None,
             persistent_workers=options.num_workers > 0,
         )
-
-    @property
-    def _axes(self) -> int:
-        return int(self._loader.shapes.shape[1]) if self._loader is not None else 1
 
     def _cheap_shapes(self, dataset: Any, size: int) -> IntArray | None:
         """Shapes that are known without reading the samples; else each batch measures its own."""
