@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dcp.cost import CostModel, IntArray, Profile, RecomputePolicy
 from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.lengths import shape_of
 from lightning_dcp.data.loader import DCPLoader, PlanningContext
 from lightning_dcp.execution import LossSettings, MicroBatchRunner
 from lightning_dcp.memory import memory_bytes
-from lightning_dcp.plan import MicroBatch, Shape
+from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners import Planner, create
 from lightning_dcp.planners.protocol import Limits
 from lightning_dcp.profiling import obtain_profile
@@ -91,9 +92,9 @@ class Prepared:
     limits: Limits
     planner: Planner
 
-    def planning(self, rank: int, profile: Profile | None = None) -> PlanningContext:
+    def planning(self, rank: int, profile: Profile) -> PlanningContext:
         """What the loader plans with."""
-        cost = CostModel(profile or self.profile)
+        cost = CostModel(profile)
         # A profile of an earlier run may lack a size that is legal here; it cannot be planned then.
         world = self.world.restricted(set(self.world.sp_sizes) & set(cost.sp_sizes))
         return PlanningContext(rank=rank, planner=self.planner, cost=cost, world=world, limits=self.limits)
@@ -128,7 +129,7 @@ def prepare(
         groups=ProcessGroups([(rank, 1) for rank in range(site.world_size)]),
         recompute=switch,
         hooks=loader.hooks,
-        seed=loader.seed,
+        seed=loader.sampler.seed,
         loss=settings.loss,
     )
     sizes = _sp_sizes(settings, site, single, module, loader, load)
@@ -139,7 +140,7 @@ def prepare(
         groups=groups,
         recompute=switch,
         hooks=loader.hooks,
-        seed=loader.seed,
+        seed=loader.sampler.seed,
         loss=settings.loss,
     )
     freedoms = _freedoms(settings, site, runner, world, switch, loader, load)
@@ -204,18 +205,13 @@ def _freedoms(
         runner=runner,
         load=load,
         sample_ids=ids,
-        shapes=tuple(shape_of(loader.shapes, i) for i in ids),
+        shapes=tuple(shape_of(loader.shapes[i]) for i in ids),
         world=world,
         num_layers=switch.num_layers,
         rank=site.rank,
         device=site.device,
         strict=settings.self_check == "strict",
     )
-
-
-def shape_of(shapes: IntArray, sample_id: int) -> Shape:
-    """True shape of a sample as plain integers."""
-    return tuple(int(axis) for axis in shapes[sample_id])
 
 
 def _sp_sizes(
@@ -234,7 +230,7 @@ def _sp_sizes(
         rank_zero_info("Sequence parallelism is not available for samples of more than one axis: all groups have one rank.")
         return (1,)
     sample = two_short_samples(loader.shapes)[0]
-    shape = shape_of(loader.shapes, sample)
+    shape = shape_of(loader.shapes[sample])
     micro_batch = MicroBatch(
         sample_ids=(sample,), shapes=(shape,), padded_shape=shape, first_rank=site.rank, sp_size=1, nanoseconds=0,
         bytes=0,

@@ -129,6 +129,7 @@ class DCPStrategy(DeepSpeedStrategy):
             timeout=timeout,
         )
         self._prepared: Prepared | None = None
+        self._profile: Profile | None = None
         self._executor: StepExecutor | None = None
         self._loader: DCPLoader | None = None
         self._item: DCPBatch | None = None
@@ -145,7 +146,7 @@ class DCPStrategy(DeepSpeedStrategy):
     @property
     def profile(self) -> Profile:
         """The profile that plans are made with."""
-        return self._need(self._loader, "profile").context.cost.profile
+        return self._need(self._profile, "profile")
 
     @property
     def plan(self) -> IterationPlan:
@@ -233,7 +234,7 @@ class DCPStrategy(DeepSpeedStrategy):
             precision=str(trainer.precision),
         )
         self._prepared = prepare(self._settings, site, engine.module, loader, self._transfer)
-        loader.bind(self._prepared.planning(self.global_rank))
+        self._bind(loader, self._prepared.profile)
         self._executor = StepExecutor(
             runner=self._prepared.runner,
             engine=engine,
@@ -248,9 +249,13 @@ class DCPStrategy(DeepSpeedStrategy):
         dataloader = super().process_dataloader(dataloader)
         if isinstance(dataloader, DCPLoader):
             self._loader = dataloader
-            if self._prepared is not None:
-                dataloader.bind(self._prepared.planning(self.global_rank))
+            if self._profile is not None:
+                self._bind(dataloader, self._profile)
         return dataloader
+
+    def _bind(self, loader: DCPLoader, profile: Profile) -> None:
+        self._profile = profile
+        loader.bind(self._need(self._prepared, "planner").planning(self.global_rank, profile))
 
     def _need_loader(self) -> DCPLoader:
         if self._loader is None:
@@ -262,7 +267,8 @@ class DCPStrategy(DeepSpeedStrategy):
 
     def _forget(self) -> None:
         self._hooks.close()
-        self._prepared = self._executor = self._loader = self._item = self._last_step = None
+        self._prepared = self._executor = self._profile = None
+        self._loader = self._item = self._last_step = None
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -331,8 +337,7 @@ class DCPStrategy(DeepSpeedStrategy):
         if self._prepared is not None and Section.KEY in checkpoint:
             section = Section.from_dict(checkpoint[Section.KEY])
             loader = self._need_loader()
-            profile = resumed_profile(section, self._prepared.profile, loader.shapes)
-            loader.bind(self._prepared.planning(self.global_rank, profile))
+            self._bind(loader, resumed_profile(section, self._prepared.profile, loader.shapes))
             loader.load_state_dict(section.loader)
         return checkpoint
 
