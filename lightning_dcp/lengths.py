@@ -24,8 +24,8 @@ def length_groups(lengths: Lengths, max_groups: int = MAX_GROUPS) -> tuple[int, 
 
     A sample belongs to the first edge that is not below it and would be padded to it. The edges minimise the sum
     of this padding by a dynamic program over the lengths that occur, exact for up to 1024 different ones. With
-    more only the longest of each of at most 1024 narrow bins may be an edge; a bin is one token or a fixed share of
-    its length wide (1 % for a range of one to a million), so no sample is padded by more than that above the best.
+    more only the longest of each of at most 1024 narrow bins may be an edge. A bin is one token or a fixed share
+    of its length wide (1 % for a range of one to a million); no sample is padded by more than that above the best.
 
     Args:
         lengths: sizes of the samples; several axes count by the product.

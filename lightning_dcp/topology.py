@@ -26,7 +26,7 @@ class World:
     @classmethod
     def build(cls, world_size: int, sp_sizes: Iterable[int], ranks_per_node: int | None = None) -> World:
         """Lay out the family for the sequence-parallel sizes that the model and the user allow."""
-        per_node = min(ranks_per_node or world_size, world_size)
+        per_node = min(world_size if ranks_per_node is None else ranks_per_node, world_size)
         return cls(
             world_size=world_size,
             ranks_per_node=per_node,
