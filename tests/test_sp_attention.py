@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 from lightning_dcp.sequence_parallel import attention
 from lightning_dcp.sequence_parallel.context import MicroBatchContext, SPGroup, activate
-from lightning_dcp.sequence_parallel.groups import ProcessGroups
-from lightning_dcp.topology import laminar_blocks, legal_sp_sizes
+from lightning_dcp.topology import legal_sp_sizes
 from tests.pool import Pool
+from tests.sp_tools import groups_of_this_rank
 
 MaskName = Literal["none", "causal", "key_bool", "key_float", "key_heads", "full_key", "full_bool", "full_float"]
 MASKS: tuple[MaskName, ...] = (
@@ -106,14 +104,20 @@ def _local_mask(case: Case, mask: Tensor | None, group: SPGroup) -> Tensor | Non
 
 def _expected(case: Case, tensors: list[Tensor], gradient: Tensor, mask: Tensor | None) -> list[Tensor]:
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    query, key, value = leaves
     output = functional.scaled_dot_product_attention(
-        *leaves, attn_mask=mask, is_causal=case.mask == "causal", enable_gqa=case.heads[0] != case.heads[1]
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=case.mask == "causal",
+        enable_gqa=case.heads[0] != case.heads[1],
     )
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
 
 
 def _difference(case: Case, group: SPGroup) -> tuple[float, list[str]]:
-    """Largest difference of output and gradients on the real tokens of this shard, relative to the largest entry."""
+    """Largest difference of output and gradients on the real tokens of this shard, relative to the largest one."""
     tensors, gradient, real_BS = _tensors(case, group.size)
     if case.mask == "none":
         tensors = [tensor.masked_fill(~real_BS[:, None, :, None], 0.5) for tensor in tensors]
@@ -143,18 +147,9 @@ def _difference(case: Case, group: SPGroup) -> tuple[float, list[str]]:
     return worst, context.failures
 
 
-def _groups(world_size: int) -> Iterator[SPGroup]:
-    """Every group of the laminar family that this rank is in; all ranks use all blocks in one order."""
-    blocks = laminar_blocks(world_size, range(1, world_size + 1), world_size)
-    groups = ProcessGroups(blocks)
-    for first, size in blocks:
-        if first <= dist.get_rank() < first + size:
-            yield groups.of(first, size)
-
-
 def _run_cases(cases: list[Case]) -> int:
     exact = 0
-    for group in _groups(dist.get_world_size()):
+    for group in groups_of_this_rank():
         for case in cases:
             worst, failures = _difference(case, group)
             if group.size in legal_sp_sizes(group.size, *case.heads):
@@ -169,9 +164,9 @@ def _run_cases(cases: list[Case]) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_equals_one_process_or_is_refused_by_name(pool: Pool, world_size: int) -> None:
-    """deepspeedai/DeepSpeed#7384, deepspeedai/DeepSpeed#6392, PrimeIntellect-ai/prime-rl#3042, NVIDIA/Megatron-LM#1464.
-
-    Also huggingface/diffusers#13278 (padding masks), vllm-project/vllm-omni#672 (pads filled with 1e4),
+    """Covers deepspeedai/DeepSpeed#7384 (uneven lengths), deepspeedai/DeepSpeed#6392 (7 heads on 4 ranks),
+    PrimeIntellect-ai/prime-rl#3042 (fewer key/value heads than ranks), NVIDIA/Megatron-LM#1464 (gradients),
+    huggingface/diffusers#13278 (padding masks), vllm-project/vllm-omni#672 (pads filled with 1e4),
     huggingface/diffusers#13319 (the backward), deepspeedai/DeepSpeed#7672 (every group of every rank).
     """
     exact = pool.run(_run_cases, world_size, _cases(120, seed=world_size), timeout=120)

@@ -42,23 +42,33 @@ def loss_sum(values_BS: Tensor, mask_BS: Tensor) -> dict[str, Tensor]:
     context = current()
     if context.weighting == "token":
         return {"loss": kept_BS.sum(), "count": valid_BS.sum()}
-    per_token = _items_of_each_sample(valid_BS, context)
-    share_BS = valid_BS / per_token.clamp(min=1)
-    return {"loss": (kept_BS * share_BS.to(kept_BS.dtype)).sum(), "count": share_BS.sum()}
+    rows, items_B = _samples(valid_BS, context)
+    share_B = 1 / items_B.clamp(min=1)
+    here_B = torch.zeros_like(items_B).index_add_(
+        0, rows.expand_as(valid_BS).flatten(), valid_BS.flatten().to(items_B.dtype)
+    )
+    return {"loss": (kept_BS * share_B[rows].to(kept_BS.dtype)).sum(), "count": (here_B * share_B).sum()}
 
 
-def _items_of_each_sample(valid_BS: Tensor, context: MicroBatchContext) -> Tensor:
-    """Valid tokens of each token's whole sample, float64, ``[B, 1]`` or ``[1, S]`` if packed."""
+def _samples(valid_BS: Tensor, context: MicroBatchContext) -> tuple[Tensor, Tensor]:
+    """Each token's sample, ``[B, 1]`` or ``[1, S]`` if packed, and each whole sample's valid tokens, float64."""
     if valid_BS.dim() != 2:
         raise ValueError(
             f"values of shape {tuple(valid_BS.shape)}; weighting by sample needs [B, S] to tell samples apart"
         )
     items_B = context.items_per_sample_B
-    if items_B is not None:
-        return items_B.to(valid_BS.device, torch.float64)[token_samples(context, valid_BS.device)]
-    if context.group.size > 1:
-        raise RuntimeError(
-            "weighting by sample needs the valid tokens of whole samples, but the micro-batch carries none; "
-            "they are counted by the data module's loss_items"
+    if items_B is None:
+        if context.group.size > 1:
+            raise RuntimeError(
+                "weighting by sample needs the valid tokens of whole samples, but the micro-batch carries none; "
+                "they are counted by the data module's loss_items"
+            )
+        rows = torch.arange(len(valid_BS), device=valid_BS.device).unsqueeze(1)
+        return rows, valid_BS.sum(1, dtype=torch.float64)
+    num_rows = 1 if context.packed else len(context.sample_ids)
+    if valid_BS.shape[0] != num_rows or items_B.shape != (len(context.sample_ids),):
+        raise ValueError(
+            f"values of shape {tuple(valid_BS.shape)} and {tuple(items_B.shape)} counts for a micro-batch of "
+            f"{len(context.sample_ids)} samples in {num_rows} rows; give one row of losses for each row"
         )
-    return valid_BS.sum(1, keepdim=True, dtype=torch.float64)
+    return token_samples(context, valid_BS.device), items_B.to(valid_BS.device, torch.float64)
