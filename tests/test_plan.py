@@ -155,7 +155,12 @@ def test_idle_time_of_a_group_counts_once_for_each_of_its_ranks() -> None:
             r"groups 0\.\.1 and 1\.\.2 overlap",
         ),
         (
-            {"micro_batches": (micro_batch(), micro_batch(sample_ids=(1,), shapes=((1, 2),), padded_shape=(2, 2)))},
+            {
+                "micro_batches": (
+                    micro_batch(),
+                    micro_batch(sample_ids=(1,), shapes=((1, 2),), padded_shape=(2, 2)),
+                )
+            },
             "shapes of .1, 2. axes",
         ),
         (
