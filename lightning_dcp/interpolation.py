@@ -154,15 +154,13 @@ def _fill_column(column: IntArray, batch: IntArray) -> None:
 
 def _on_line(values: IntArray, batch: IntArray, wanted: int) -> IntArray:
     """Value at a batch size by its two nearest known ones; outside of them not less than in proportion."""
-    right = min(max(int(np.searchsorted(batch, wanted)), 1), len(batch) - 1) if len(batch) > 1 else 0
-    left = max(right - 1, 0)
-    near = left if wanted <= batch[left] or right == left else right
+    if len(batch) == 1:
+        return np.asarray([min(y * wanted // int(batch[0]), MAX_VALUE) for y in values[:, 0].tolist()])
+    right = min(max(int(np.searchsorted(batch, wanted)), 1), len(batch) - 1)
+    b0, b1 = int(batch[right - 1]), int(batch[right])
     found = []
-    for y0, y1, y in zip(
-        values[:, left].tolist(), values[:, right].tolist(), values[:, near].tolist(), strict=True
-    ):
-        proportion = y * wanted // int(batch[near])
-        line = y0 + (y1 - y0) * (wanted - int(batch[left])) // max(int(batch[right] - batch[left]), 1)
-        outside = not batch[0] <= wanted <= batch[-1]
-        found.append(min(max(line, proportion) if outside else line, MAX_VALUE))
+    for y0, y1 in values[:, right - 1 : right + 1].tolist():
+        line = y0 + (y1 - y0) * (wanted - b0) // (b1 - b0)
+        proportion = y0 * wanted // b0 if wanted < b0 else y1 * wanted // b1
+        found.append(min(line if b0 <= wanted <= b1 else max(line, proportion), MAX_VALUE))
     return np.asarray(found, dtype=np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dcp.cost import INFEASIBLE, CostModel, Measurement, Profile, ProfileError
+from lightning_dcp.cost import INFEASIBLE, CostModel, Measurement, Profile, ProfileError, RecomputePolicy
 from tests.synthetic import analytic_cost, analytic_measurement, analytic_profile
 
 MiB = 1 << 20
@@ -197,7 +197,8 @@ def test_never_falls_with_length_or_batch_size(measured: Profile, data: st.DataO
         for f in (cost.nanoseconds, cost.bytes)
     ]
     limit = data.draw(st.sampled_from([int(tables[1].min()), int(np.median(tables[1])), int(tables[1].max())]))
-    for policy in ("auto", "none", "full"):
+    policies: tuple[RecomputePolicy, ...] = ("auto", "none", "full")
+    for policy in policies:
         tables.append(cost.settings(1, batch, token, limit, policy).nanoseconds)
     for table in tables:
         assert (np.diff(table, axis=0) >= 0).all()
@@ -340,7 +341,7 @@ def test_least_share_is_below_every_batch_size_of_the_range(measured: Profile, d
     tokens = data.draw(st.integers(1, 900))
     memory = [cost.bytes(b, (tokens,), 1, ()) for b in (low, high)]
     limit = data.draw(st.sampled_from([memory[0], sum(memory) // 2, memory[1]]))
-    policy = data.draw(st.sampled_from(["auto", "none", "full"]))
+    policy: RecomputePolicy = data.draw(st.sampled_from(("auto", "none", "full")))
     first, share = cost.least_share(1, (np.asarray(low), np.asarray(high)), np.asarray(tokens), limit, policy)
     batch = np.arange(low, high + 1)
     exact = cost.settings(1, batch, np.asarray(tokens), limit, policy).nanoseconds
@@ -364,7 +365,7 @@ def test_batch_sizes_start_dense_and_hold_the_measured_ones() -> None:
     assert sizes[:10] == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     assert {9, 100, 128} <= set(sizes)
     assert list(sizes) == sorted(set(sizes))
-    assert max(b / a for a, b in zip(sizes[7:], sizes[8:], strict=False)) <= 1.25
+    assert max(b / a for a, b in pairwise(sizes[7:])) <= 1.25
     assert cost.batch_sizes(3) == (1, 2, 3)
 
 

@@ -302,9 +302,9 @@ def test_digest_changes_with_every_field() -> None:
     assert set(changes) == {f.name for f in fields(MicroBatch)}
     digests = {plan.digest()}
     for name, value in changes.items():
-        more = {"padded_shape": (14,)} if name == "packed" else {}
+        change = {name: value, **({"padded_shape": (14,)} if name == "packed" else {})}
         rows = list(plan.micro_batches)
-        rows[1] = replace(rows[1], **{name: value}, **more)
+        rows[1] = replace(rows[1], **change)
         digests.add(replace(plan, micro_batches=tuple(rows)).digest())
     digests.add(replace(plan, world_size=5).digest())
     digests.add(replace(plan, lower_bound=99).digest())
