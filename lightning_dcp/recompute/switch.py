@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -110,12 +110,24 @@ def instance_attribute(module: nn.Module, name: str, value: object) -> Iterator[
             module.__dict__.pop(name, None)
 
 
-def _recomputed(layer: nn.Module, name: str, running: list[str]) -> Any:
+def replaced_call(layer: nn.Module, function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Run ``function`` in the place of a layer while the context is open.
+
+    A layer compiled in place (``layer.compile()``) is replaced outside of its compiled code, so that its graphs do
+    not depend on the function.
+    """
     compiled = layer.__dict__.get("_compiled_call_impl")
-    # Outside of the compiled code: its graphs then do not depend on the depth.
-    attribute = "forward" if compiled is None else "_compiled_call_impl"
-    original = layer.forward if compiled is None else compiled
-    return instance_attribute(layer, attribute, _checkpointing(original, name, running))
+    return instance_attribute(layer, "forward" if compiled is None else "_compiled_call_impl", function)
+
+
+def call_of(layer: nn.Module) -> Callable[..., Any]:
+    """What :func:`replaced_call` replaces."""
+    call: Callable[..., Any] = layer.__dict__.get("_compiled_call_impl") or layer.forward
+    return call
+
+
+def _recomputed(layer: nn.Module, name: str, running: list[str]) -> AbstractContextManager[None]:
+    return replaced_call(layer, _checkpointing(call_of(layer), name, running))
 
 
 def _checkpointing(original: Callable[..., Any], name: str, running: list[str]) -> Callable[..., Any]:
