@@ -57,7 +57,7 @@ def measured_idle(spans: Spans) -> float:
 
 
 def most_varied(plans: Sequence[IterationPlan]) -> int:
-    """Index of the plan that shows most: most different (p, r), then most different g; the first of equals.
+    """Index of the plan that shows most: most different p, then r, then g; the first of equals.
 
     Raises:
         ValueError: there is no plan.
@@ -66,8 +66,9 @@ def most_varied(plans: Sequence[IterationPlan]) -> int:
         raise ValueError("no step was recorded, so none can be chosen; let the run make at least one step")
 
     def variety(index: int) -> tuple[int, int, int]:
-        settings = {(m.sp_size, m.recompute) for m in plans[index].micro_batches}
-        return len(settings), len(_numbers_of_micro_batches(plans[index])), -index
+        sp_sizes = {m.sp_size for m in plans[index].micro_batches}
+        depths = {m.recompute for m in plans[index].micro_batches}
+        return len(sp_sizes), len(depths), len(_numbers_of_micro_batches(plans[index]))
 
     return max(range(len(plans)), key=variety)
 

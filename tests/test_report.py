@@ -113,7 +113,9 @@ def test_long_rows_stay_readable() -> None:
 
 def test_most_varied_step_is_chosen() -> None:
     plain = IterationPlan(world_size=2, micro_batches=(_micro_batch(0, 5),))
-    assert most_varied([plain, _plan(), plain]) == 1
+    deep = IterationPlan(world_size=2, micro_batches=(_micro_batch(0, 5), _micro_batch(2, 5, recompute=(1,))))
+    assert most_varied([plain, _plan(), deep]) == 1
+    assert most_varied([plain, deep, plain]) == 1
     assert most_varied([plain, plain]) == 0
     with pytest.raises(ValueError, match="no step was recorded"):
         most_varied([])

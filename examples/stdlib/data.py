@@ -74,7 +74,7 @@ class StandardLibrary(DCPDataModule):  # dcp
         self,
         global_batch_size: int = 64,
         max_bytes: int = 4096,
-        held_out_every: int = 64,
+        held_out_every: int = 200,
         num_workers: int = 0,
     ) -> None:
         super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, shift_labels=True)  # dcp

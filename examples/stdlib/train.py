@@ -23,11 +23,15 @@ from lightning_dcp.report import StepReport, most_varied, plot_timeline, summary
 class ClosingReport(L.Callback):
     """Held-out loss before and after, a table of the run and the picture of one step.
 
+    Args:
+        dcp: keeps the records of the steps.
+
     Attributes:
         text: the table, once training has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dcp: DCPCallback) -> None:
+        self.dcp = dcp
         self.text = ""
         self._loss_before = math.nan
 
@@ -37,8 +41,7 @@ class ClosingReport(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the loss again and write the report; all ranks take part, rank 0 writes."""
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        dcp = next(callback for callback in callbacks if isinstance(callback, DCPCallback))
+        dcp = self.dcp
         if not dcp.records:
             return
         loss_after = held_out_loss(trainer, pl_module)
@@ -79,10 +82,11 @@ class ReportingCLI(LightningCLI):
     """LightningCLI that prints the report below everything else."""
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Add the report to the configured callbacks."""
+        """Put the report before the configured callbacks: what it does at the start belongs to no step."""
         trainer = super().instantiate_trainer(**kwargs)
-        self.report = ClosingReport()
-        trainer.callbacks.append(self.report)  # type: ignore[attr-defined]
+        dcp = DCPCallback()
+        self.report = ClosingReport(dcp)
+        trainer.callbacks[:0] = [self.report, dcp]  # type: ignore[attr-defined]
         return trainer
 
     def after_fit(self) -> None:
