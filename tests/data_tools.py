@@ -150,8 +150,14 @@ class Recorder(L.LightningModule):
 class BindingStrategy(SingleDeviceStrategy):
     """What DCPStrategy does for the loader, on one process: bind it, mark what was trained on."""
 
-    def __init__(self) -> None:
+    def __init__(self, restore_late: bool = False) -> None:
         super().__init__(device="cpu")
+        self.restore_late = restore_late
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is read after the optimizers are made, as DeepSpeed's strategy does."""
+        return self.restore_late
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, DCPLoader):

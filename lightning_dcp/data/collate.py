@@ -185,13 +185,17 @@ def _check_lengths(
     for row, sample_id, shape in zip(rows, micro_batch.sample_ids, micro_batch.shapes, strict=True):
         found = sequence_axes(row, shape, rules)
         wrong = [key for key, count in sorted(wanted.items()) if found.get(key, 0) < max(count, 1)]
-        if wrong or not wanted:
-            listed = {k: tuple(v.shape) for k, v in row.items() if isinstance(v, torch.Tensor) and v.dim()}
-            shown = {key: listed.get(key) for key in wrong} if wrong else listed
+        if wrong or not any(found.values()):
+            shown = {key: tuple(row[key].shape) for key in (wrong or found) if isinstance(row[key], torch.Tensor)}
             raise ValueError(
                 f"sample {sample_id} was declared with shape {shape}, but its data has {shown}; the lengths and "
                 "the data must agree (and not change between two readings of a sample)"
             )
+    if not wanted:
+        raise ValueError(
+            f"no value runs along the sequence in all of the samples {list(micro_batch.sample_ids)} of shapes "
+            f"{micro_batch.shapes}; name the sequences by sequence_dims, or override collate"
+        )
 
 
 def _make_labels(rows: Sequence[Sample], rules: CollateRules) -> None:

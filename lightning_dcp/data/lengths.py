@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.data import Subset
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_dcp.cost import IntArray
@@ -45,8 +46,13 @@ def read_shapes(dataset: Any, lengths: Lengths | None = None) -> IntArray:
 
 def known_shapes(dataset: Any, lengths: Lengths | None = None) -> Any:
     """Shapes from a source that costs no reading of samples, unchecked; ``None`` where there is none."""
+    if isinstance(dataset, Subset) and (lengths is None or isinstance(lengths, str)):
+        whole = known_shapes(dataset.dataset, lengths)
+        return None if whole is None else np.asarray(whole)[list(dataset.indices)]
     if isinstance(lengths, str):
         column = _column(dataset, lengths)
+        if column is None:
+            column = _indexed(dataset, lengths)
         if column is None:
             raise ValueError(
                 f'the dataset has no column "{lengths}"; name one that dataset["..."] returns, or pass the '
@@ -150,8 +156,11 @@ def _column(dataset: Any, name: str) -> Any:
     names = getattr(dataset, "column_names", None)
     if names is not None:
         return dataset[name] if name in names else None
-    if isinstance(dataset, Mapping):
-        return dataset.get(name)
+    return dataset.get(name) if isinstance(dataset, Mapping) else None
+
+
+def _indexed(dataset: Any, name: str) -> Any:
+    """What indexing with a name returns; only on request, as a dataset may ignore its index."""
     try:
         with isolated():
             return dataset[name]
