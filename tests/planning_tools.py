@@ -1,0 +1,137 @@
+"""Requests for planner tests, the rules every plan must keep, and the optimum of tiny cases by brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from hypothesis import strategies as st
+
+from lightning_dcp.cost import CostModel
+from lightning_dcp.plan import IterationPlan, MicroBatch, Shape
+from lightning_dcp.planners import Limits, PlanRequest
+from lightning_dcp.topology import World
+from tests.synthetic import analytic_profile
+
+MiB = 1 << 20
+SIZES = (1, 2, 3, 4, 6, 8)
+
+COST = CostModel(analytic_profile(SIZES, (4,)))
+COST_2D = CostModel(
+    analytic_profile(SIZES, (2, 3), shapes=((1, 8), (2, 32), (8, 32), (8, 128), (32, 128), (128, 128)))
+)
+
+
+def request(
+    shapes: Sequence[Shape], world_size: int = 4, *, cost: CostModel = COST, memory: int = 400 * MiB, **limits: Any
+) -> PlanRequest:
+    """A step of these samples; ids are 10, 11, ..."""
+    return PlanRequest(
+        sample_ids=tuple(range(10, 10 + len(shapes))),
+        shapes=tuple(shapes),
+        cost=cost,
+        world=World.build(world_size, [p for p in cost.sp_sizes if p <= world_size]),
+        limits=Limits(memory_bytes=memory, **limits),
+    )
+
+
+def texts(*lengths: int) -> list[Shape]:
+    return [(length,) for length in lengths]
+
+
+@st.composite
+def requests(draw: st.DrawFn, worlds: Sequence[int] = SIZES, max_samples: int = 24) -> PlanRequest:
+    """Steps of all kinds: one or two axes, roomy or tight memory, every limit."""
+    world_size = draw(st.sampled_from(list(worlds)))
+    count = draw(st.integers(1, max_samples))
+    shapes: list[Shape]
+    if draw(st.booleans()):
+        longest = draw(st.sampled_from([20, 300, 3000]))
+        shapes = [(draw(st.integers(1, longest)),) for _ in range(count)]
+        cost, need = COST, max(COST.bytes(1, s, 1, (3,)) for s in shapes)
+    else:
+        shapes = [(draw(st.integers(1, 30)), draw(st.sampled_from([4, 9, 32]))) for _ in range(count)]
+        cost, need = COST_2D, max(COST_2D.bytes(1, s, 1, (1, 2)) for s in shapes)
+    return request(
+        shapes,
+        world_size,
+        cost=cost,
+        memory=2 * need + draw(st.sampled_from([0, 100_000, 300 * MiB])),
+        max_batch_size=draw(st.sampled_from([None, 1, 3])),
+        max_tokens=draw(st.sampled_from([None, 4000])),
+        exact_shapes=draw(st.booleans()),
+        min_micro_batches=draw(st.sampled_from([1, 1, 3])),
+    )
+
+
+def check(plan: IterationPlan, asked: PlanRequest) -> None:
+    """Everything that a plan of this request must fulfil."""
+    assert plan.world_size == asked.world.world_size
+    assert sorted(i for m in plan.micro_batches for i in m.sample_ids) == sorted(asked.sample_ids)
+    shapes = dict(zip(asked.sample_ids, asked.shapes, strict=True))
+    for m in plan.micro_batches:
+        assert m.shapes == tuple(shapes[i] for i in m.sample_ids)
+        _check_micro_batch(m, asked)
+    assert 0 < plan.lower_bound <= plan.makespan
+    assert plan.makespan == max(sum(m.nanoseconds for m in plan.of_rank(r)) for r in range(plan.world_size))
+
+
+def _check_micro_batch(m: MicroBatch, asked: PlanRequest) -> None:
+    limits, p = asked.limits, m.sp_size
+    assert (m.first_rank, p) in asked.world.blocks
+    longest = [max(axis) for axis in zip(*m.shapes, strict=True)]
+    assert m.padded_shape == (-(-longest[0] // p) * p, *longest[1:])
+    assert not m.packed
+    assert m.nanoseconds == asked.cost.nanoseconds(m.batch_size, m.padded_shape, p, m.recompute)
+    assert m.bytes == asked.cost.bytes(m.batch_size, m.padded_shape, p, m.recompute)
+    assert m.bytes <= limits.memory_bytes
+    assert m.batch_size <= (limits.max_batch_size or m.batch_size)
+    assert m.padded_tokens // p <= (limits.max_tokens or m.padded_tokens)
+    assert not limits.exact_shapes or len(set(m.shapes)) == 1
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """All ways to cut the items into non-empty sets."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for smaller in partitions(rest):
+        for k, part in enumerate(smaller):
+            yield [*smaller[:k], [first, *part], *smaller[k + 1 :]]
+        yield [[first], *smaller]
+
+
+def optimum(asked: PlanRequest) -> int:
+    """Least makespan over all partitions, groups and recompute counts; written without the planners' code."""
+    cost, limits, world = asked.cost, asked.limits, asked.world
+    counts = list(product(*[range(n + 1) for n in cost.num_layers]))
+
+    def time(members: list[int], p: int) -> int | None:
+        shapes = [asked.shapes[i] for i in members]
+        if len(members) > (limits.max_batch_size or len(members)) or (
+            limits.exact_shapes and len(set(shapes)) > 1
+        ):
+            return None
+        longest = [max(axis) for axis in zip(*shapes, strict=True)]
+        shape = (-(-longest[0] // p) * p, *longest[1:])
+        tokens = len(members)
+        for axis in shape:
+            tokens *= axis
+        if limits.max_tokens is not None and tokens // p > limits.max_tokens:
+            return None
+        fitting = [r for r in counts if cost.bytes(len(members), shape, p, r) <= limits.memory_bytes]
+        return min((cost.nanoseconds(len(members), shape, p, r) for r in fitting), default=None)
+
+    best: int | None = None
+    for parts in partitions(range(len(asked.shapes))):
+        options = [[(b, t) for b in world.blocks if (t := time(part, b[1])) is not None] for part in parts]
+        for chosen in product(*options):
+            loads = [0] * world.world_size
+            for (first, size), t in chosen:
+                for rank in range(first, first + size):
+                    loads[rank] += t
+            best = max(loads) if best is None else min(best, max(loads))
+    assert best is not None
+    return best
