@@ -30,6 +30,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._foreign: dict[int, weakref.ref[Any]] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
 
+    def __enter__(self) -> Ledger:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

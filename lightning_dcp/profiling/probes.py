@@ -78,8 +78,8 @@ def plan_probes(
     """Choose what to measure, from the shortest length to the longest.
 
     Lengths stand in a geometric row between the extremes of the data. One sample at a time gives the dependence
-    on the length. Batches of 4, 16 and 64, as long as they have at most half the tokens of the longest sample, give
-    that on the batch size: a call's fixed cost is shared by the samples, which ``b = 1`` alone cannot show.
+    on the length. Batches of 4, 16 and 64, as long as they have at most half the tokens of the longest sample,
+    give that on the batch size: a call's fixed cost is shared by the samples, which ``b = 1`` cannot show.
 
     Args:
         shapes: sizes of all samples, ``[n, axes]``.
