@@ -30,5 +30,6 @@ def seed_global(seed: int) -> None:
         seed: 63 bits, as :func:`lightning_dcp.seeding.seed_from` gives them.
     """
     torch.default_generator.manual_seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    # One word more than random.seed takes: both are the same generator, and equal seeds would give equal numbers.
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
     random.seed(seed)
