@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -289,10 +290,18 @@ def test_short_dtypes_with_a_float32_mask(pool: Pool, dtype: torch.dtype, limit:
 def _autocast() -> None:
     group = world_group()
     query, key, value = (randn(i, B, H, S, D, dtype=torch.float32) for i in range(3))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    original, sent = dist.all_to_all_single, []
+
+    def spy(received: Tensor, buffer: Tensor, **kwargs: Any) -> Any:
+        sent.append(buffer.dtype)
+        return original(received, buffer, **kwargs)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", spy)
         expected = functional.scaled_dot_product_attention(query, key, value)
         q, k, v = (shard_of(t, 2, group) for t in (query, key, value))
         found = _call(_context(group, (S, S)), q, k, v)
+    assert sent == [torch.bfloat16] * 4
     assert found[0].dtype == expected.dtype == torch.bfloat16
     assert all(gradient.dtype == torch.float32 for gradient in found[1:])
     assert (found[0].float() - shard_of(expected, 2, group).float()).abs().max() < 2e-2

@@ -43,11 +43,11 @@ def loss_sum(values_BS: Tensor, mask_BS: Tensor) -> dict[str, Tensor]:
     if context.weighting == "token":
         return {"loss": kept_BS.sum(), "count": valid_BS.sum()}
     rows, items_B = _samples(valid_BS, context)
-    share_B = 1 / items_B.clamp(min=1)
+    items_B = items_B.clamp(min=1)
     here_B = torch.zeros_like(items_B).index_add_(
         0, rows.expand_as(valid_BS).flatten(), valid_BS.flatten().to(items_B.dtype)
     )
-    return {"loss": (kept_BS * share_B[rows].to(kept_BS.dtype)).sum(), "count": (here_B * share_B).sum()}
+    return {"loss": (kept_BS / items_B[rows].to(kept_BS.dtype)).sum(), "count": (here_B / items_B).sum()}
 
 
 def _samples(valid_BS: Tensor, context: MicroBatchContext) -> tuple[Tensor, Tensor]:
