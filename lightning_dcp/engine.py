@@ -93,6 +93,17 @@ def _overlay(base: Config, top: Config) -> Config:
     return base
 
 
+def skip_cpu_operator() -> None:
+    """Keep DeepSpeed from compiling its shared-memory operator for CPU runs; call before ``init_distributed``.
+
+    It serves ``inference_all_reduce`` only. Compiling it takes half a minute and a compiler, and a process that is
+    killed while it is compiled or loaded leaves a lock file that every later run waits for, without an end.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 class ZeroEngine:
     """A DeepSpeed engine of stage 1 whose gradients are reduced once per step, when we say so.
 

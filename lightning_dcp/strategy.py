@@ -27,7 +27,7 @@ from lightning_dcp.checkpoint import Section, resumed_profile
 from lightning_dcp.cost import Profile, RecomputePolicy
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.loader import DCPLoader
-from lightning_dcp.engine import Config, ZeroEngine, build_config, check_config
+from lightning_dcp.engine import Config, ZeroEngine, build_config, check_config, skip_cpu_operator
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import Planner
@@ -202,6 +202,7 @@ class DCPStrategy(DeepSpeedStrategy):
             super().setup_environment()
         else:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            skip_cpu_operator()
             # DeepSpeedStrategy's own method does nothing but refuse other devices than CUDA.
             DDPStrategy.setup_environment(self)
         atexit.register(_leave_process_group)

@@ -9,4 +9,7 @@ import deepspeed  # noqa: E402, F401
 import lightning  # noqa: E402, F401
 import torch  # noqa: E402
 
+from lightning_dcp.engine import skip_cpu_operator  # noqa: E402
+
 torch.set_num_threads(1)
+skip_cpu_operator()

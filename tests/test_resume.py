@@ -34,9 +34,10 @@ def test_resuming_after_any_step_is_bit_equal(pool: Pool, tmp_path: Path, worker
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("step", [2])
 def test_sigkill_and_resume_end_with_the_same_bits(tmp_path: Path, step: int) -> None:
-    """Real processes, Lightning's own launcher, worker processes; killed in the middle and at the end of an epoch."""
+    """Real processes, Lightning's own launcher, worker processes; killed in the middle of an epoch."""
     killed = _launch(tmp_path / "run", str(step), "-")
     assert killed.returncode == -signal.SIGKILL
     checkpoint = tmp_path / "run" / f"step={step}.ckpt"
@@ -54,4 +55,4 @@ def _launch(folder: Path, kill: str, resume: str) -> subprocess.CompletedProcess
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.resuming", str(folder), kill, resume]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)

@@ -1,0 +1,91 @@
+"""The private names of Lightning and DeepSpeed that we touch still exist and still mean what we take them for."""
+
+from __future__ import annotations
+
+import inspect
+
+import lightning.pytorch as pl
+import torch
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+from lightning_dcp.data.batch import DCPBatch, StepPlan
+from lightning_dcp.plan import IterationPlan
+from lightning_dcp.upstream import (
+    set_closure_loss,
+    set_log_batch_size,
+    skip_zero_grad,
+    steps_pass_transfer_hooks,
+)
+
+
+def test_a_replayed_closure_keeps_gradients() -> None:
+    cleared: list[int] = []
+    closure = Closure(
+        step_fn=lambda: ClosureResult(torch.zeros(())), backward_fn=None, zero_grad_fn=lambda: cleared.append(1)
+    )
+    closure()
+    skip_zero_grad(closure)
+    closure()
+    assert cleared == [1]
+
+
+def test_the_loss_that_callbacks_see() -> None:
+    closure = Closure(step_fn=lambda: ClosureResult(torch.ones(())))
+    closure()
+    set_closure_loss(closure, torch.tensor(5.0))
+    assert float(closure.consume_result().asdict()["loss"]) == 5.0
+
+
+def test_the_batch_size_of_self_log() -> None:
+    results = _ResultCollection(training=True)
+    results.batch = [torch.zeros(7, 3)]
+    trainer = pl.Trainer(accelerator="cpu", logger=False)
+    trainer.fit_loop.epoch_loop._results = results
+    trainer.state.stage = "train"  # type: ignore[assignment]
+    set_log_batch_size(trainer, 3)
+    results.log("training_step", "x", torch.tensor(2.0), on_step=False, on_epoch=True)
+    assert float(results["training_step.x"].cumulated_batch_size) == 3
+
+
+def test_whole_steps_pass_the_transfer_hook() -> None:
+    class Module(pl.LightningModule):
+        def on_before_batch_transfer(self, batch: object, dataloader_idx: int) -> str:
+            return "moved"
+
+    module = Module()
+    step = DCPBatch(0, 0, StepPlan(IterationPlan(world_size=1, micro_batches=())), ())
+    with steps_pass_transfer_hooks(module) as original:
+        assert module._on_before_batch_transfer(step, dataloader_idx=0) is step
+        assert module._on_before_batch_transfer({"x": 1}, dataloader_idx=0) == "moved"
+        assert original(step, 0) == "moved"
+    assert "_on_before_batch_transfer" not in module.__dict__
+
+
+def test_names_of_deepspeed() -> None:
+    for name in ("set_gradient_accumulation_boundary", "allreduce_gradients", "backward", "step"):
+        assert callable(getattr(DeepSpeedEngine, name))
+    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
+    assert "__compatible_ops__" in inspect.getsource(build_shm_op)
+    for name in ("setup_buckets", "get_param_gradient_attribute", "fill_grad_accum_attribute", "zero_grad"):
+        assert callable(getattr(DeepSpeedZeroOptimizer, name))
+    zero = inspect.getsource(DeepSpeedZeroOptimizer)
+    assert "bit16_groups" in zero
+    assert "use_grad_accum_attribute" in zero
+    half = inspect.getsource(BF16_Optimizer)
+    for name in ("bf16_groups", "fp32_groups_gradients", "fp32_groups_has_gradients"):
+        assert name in half
+
+
+def test_what_we_skip_of_the_parent_is_only_its_check_for_cuda() -> None:
+    source = inspect.getsource(DeepSpeedStrategy.setup_environment)
+    assert "CUDAAccelerator" in source
+    assert source.count("super().setup_environment()") == 1
+    assert len(source.strip().splitlines()) <= 10, "DeepSpeedStrategy.setup_environment does more than it used to"
+    assert callable(DDPStrategy.setup_environment)
