@@ -105,6 +105,15 @@ class TokensModule(DCPDataModule):
         return batch
 
 
+def generator_states() -> tuple[list[int], str, str]:
+    """States of the three global generators, to compare."""
+    return (
+        torch.get_rng_state().tolist(),
+        str([list(map(str, part)) if isinstance(part, np.ndarray) else part for part in np.random.get_state()]),
+        repr(random.getstate()),
+    )
+
+
 LENGTHS = [5, 3, 9, 1, 7, 2, 8, 4, 6, 11, 10]
 
 

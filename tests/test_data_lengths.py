@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 from lightning_dcp.data.lengths import read_shapes
+from tests.data_tools import generator_states
 
 
-class Rows:
+class Rows(Dataset[Any]):
     """Samples from a list; counts how often one is read."""
 
     def __init__(self, rows: list[Any], **attributes: Any) -> None:
@@ -121,10 +122,9 @@ def test_measuring_leaves_the_random_numbers_alone() -> None:
             return torch.zeros(int(torch.randint(1, 5, ())) + int(np.random.rand()) + int(random.random()))
 
     torch.manual_seed(3)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before = generator_states()
     read_shapes(Drawing(TEXT))
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+    assert generator_states() == before
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_a_step_ends_exactly_at_its_budget() -> None:
 
 @pytest.mark.parametrize("size", [{"global_batch_size": 4}, {"global_batch_tokens": 20}])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_length_is_the_number_of_steps(size: dict[str, int], shuffle: bool) -> None:
+def test_length_is_the_number_of_steps(size: dict[str, Any], shuffle: bool) -> None:
     """lhotse-speech/lhotse#212: the length counts what an epoch yields."""
     sampler = StepSampler(TOKENS, shuffle=shuffle, **size)
     steps = _steps(sampler)
@@ -90,7 +91,7 @@ def test_no_shuffle_keeps_the_order_of_the_dataset() -> None:
 
 
 @pytest.mark.parametrize("size", [{"global_batch_size": 4}, {"global_batch_tokens": 20}])
-def test_state_after_each_step_leads_to_the_rest(size: dict[str, int]) -> None:
+def test_state_after_each_step_leads_to_the_rest(size: dict[str, Any]) -> None:
     """verl-project/verl#7401, meta-pytorch/data#1439: behind the last step comes the next epoch, in full."""
     epochs = []
     for epoch in range(2):
@@ -172,7 +173,7 @@ def test_counters() -> None:
         ("global_batch_size = 4, this run has None", TOKENS, {"global_batch_tokens": 20}),
     ],
 )
-def test_a_foreign_state_is_refused_by_name(field: str, tokens: IntArray, arguments: dict[str, int]) -> None:
+def test_a_foreign_state_is_refused_by_name(field: str, tokens: IntArray, arguments: dict[str, Any]) -> None:
     state = StepSampler(TOKENS, global_batch_size=4).state_dict()
     with pytest.raises(ValueError, match=field):
         StepSampler(tokens, **arguments).load_state_dict(state)
@@ -221,7 +222,7 @@ def test_a_step_is_consumed_once_and_in_order() -> None:
         ({"global_batch_size": 1, "seed": -1}, "seed is -1; it must be an integer of at least 0"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, int], sentence: str) -> None:
+def test_bad_arguments(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         StepSampler(TOKENS, **arguments)
 

@@ -14,7 +14,7 @@ from tests.data_tools import LENGTHS, BindingStrategy, Recorder, Tokens, TokensM
 
 SIZES = [{"global_batch_size": 4}, {"global_batch_tokens": 20}]
 EPOCHS = 3
-KEPT = {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"}
+KEPT: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"}
 
 
 def _fit(folder: Path, size: dict[str, Any], model: Recorder | None = None, **arguments: Any) -> Recorder:
@@ -167,7 +167,7 @@ def test_limits_of_the_trainer(tmp_path: Path, size: dict[str, Any]) -> None:
 
 
 def test_a_limited_epoch_resumes_in_the_next(tmp_path: Path) -> None:
-    limited = {"limit_train_batches": 2}
+    limited: dict[str, Any] = {"limit_train_batches": 2}
     kept = ModelCheckpoint(tmp_path / "kept", **KEPT)
     whole = _fit(tmp_path, SIZES[0], callbacks=[kept], enable_checkpointing=True, **limited)
     for step in range(1, len(whole.seen)):

@@ -128,7 +128,14 @@ class DCPDataModule(pl.LightningDataModule):
 
     def shard(self, batch: Batch, group: SPGroup) -> Batch:
         """Cut out what one rank of a group trains on: the ``S / p`` positions from ``group.rank * S / p`` on."""
-        padded_shape = current().padded_shape
+        if group.size == 1:
+            return batch
+        padded_shape, mask = current().padded_shape, batch.get(MASK)
+        if not padded_shape and not isinstance(mask, torch.Tensor):
+            raise ValueError(
+                f'outside of a micro-batch the length is that of "{MASK}", which the batch lacks; it has '
+                f"{sorted(batch)}"
+            )
         length = padded_shape[0] if padded_shape else int(batch[MASK].shape[1])
         whole = {key: None for key, axes in self.rules.sequence_axes.items() if axes == 0}
         return shard_batch(batch, group, sequence_length=length, sequence_dims={**whole, **self.sequence_dims})
