@@ -104,11 +104,11 @@ def write_note(plan: MaskPlan, query_BHsD: Tensor, group: SPGroup) -> Tensor:
     own = heads // group.size
     quantum = 16 // query_BHsD.element_size()
     width = -(-(own + 1) // quantum) * quantum
-    note_BPNs = query_BHsD.new_zeros(batch, group.size, width, shard)
+    note_BsPN = query_BHsD.new_zeros(batch, shard, group.size, width)
     if plan.key_bias_BHs is not None:
-        note_BPNs[:, :, :own] = torch.unflatten(plan.key_bias_BHs, 1, (group.size, own))
-    note_BPNs[:, :, own] = float(plan.kind)
-    return note_BPNs.flatten(1, 2).unsqueeze(-1)
+        note_BsPN[..., :own] = torch.unflatten(plan.key_bias_BHs.transpose(1, 2), 2, (group.size, own))
+    note_BsPN[..., own] = float(plan.kind)
+    return note_BsPN.flatten(2).transpose(1, 2).unsqueeze(-1)
 
 
 def read_note(note_BNS1: Tensor, plan: MaskPlan, own_heads: int, context: MicroBatchContext) -> Tensor | None:
