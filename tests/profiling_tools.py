@@ -36,7 +36,7 @@ class Model(L.LightningModule):
         torch.manual_seed(2)
         self.model = build(name, **changes)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # noqa: ARG002
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         logits = self.model(batch["ids"], batch["position_ids"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         self.log("loss", loss)

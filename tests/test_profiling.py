@@ -23,6 +23,7 @@ from lightning_dcp.profiling.store import profile_identity
 from lightning_dcp.topology import World
 from tests.pool import Pool, RemoteError
 from tests.profiling_tools import CPU, LIMITS, SHAPES, Model, lengths_of, load, runner_of, survey_of
+from tests.synthetic import analytic_profile
 
 
 class Numbered:
@@ -58,7 +59,7 @@ def test_profile_of_a_model() -> None:
 
 def test_model_with_two_families_and_model_without_any() -> None:
     class Video(Model):
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # noqa: ARG002
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             out: Tensor = self.model(batch["x"]).square().mean()
             return out
 
@@ -217,7 +218,7 @@ def test_clock_decides_the_times() -> None:
 
 def test_layer_that_runs_twice_in_a_step_costs_twice() -> None:
     class Looping(Model):
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # noqa: ARG002
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             x = self.model.embedding(batch["ids"])
             for _ in range(2):
                 for layer in self.model.layers:  # type: ignore[union-attr]
@@ -423,3 +424,26 @@ def test_profile_of_the_strategy(tmp_path: Any) -> None:
     assert obtain(str(tmp_path / "profile.json")) == written
     with pytest.raises(ProfileError, match=r"the given profile .* precision: 16 / 32-true"):
         obtain(replace(profile, identity={**identity, "precision": "16"}))
+
+
+def test_profile_by_formula_fits_any_model_of_its_layers() -> None:
+    formula = analytic_profile((1,), (3,))
+    assert obtain(replace(formula, identity={})) == replace(formula, identity={})
+    with pytest.raises(ProfileError, match=r"families of \(4,\) layers, the model has \(3,\)"):
+        obtain(replace(analytic_profile((1,), (4,)), identity={}))
+    with pytest.raises(ProfileError, match="longest sample in tokens: 32 / 48"):
+        obtain(replace(analytic_profile((1,), (3,), shapes=((8,), (32,))), identity={}))
+
+
+def test_a_batch_counts_with_all_its_tensors_once() -> None:
+    """Video latents and the like: what is moved to the device for a micro-batch is held until its end."""
+
+    def with_extra(micro_batch: MicroBatch) -> Batch:
+        extra = torch.zeros(micro_batch.batch_size, micro_batch.padded_shape[0], 1000)
+        return {**load(micro_batch), "extra": extra, "view": extra[..., :2]}
+
+    lengths = lengths_of(num_lengths=2)
+    plain = measure(survey_of(Model()), lengths, {}).measurements
+    larger = measure(survey_of(Model(), load=with_extra), lengths, {}).measurements
+    for a, b in zip(plain, larger, strict=True):
+        assert b.constant_bytes - a.constant_bytes == 4000 * a.batch_size * a.shape[0]

@@ -348,7 +348,7 @@ class Closing(L.LightningModule):
         torch.manual_seed(1)
         self.layers = nn.ModuleList(Block() for _ in range(3))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG002
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for layer in self.layers:
             batch = layer(batch)
         return batch.square().mean()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_dcp.cost import IntArray, Profile
+from lightning_dcp.cost import IntArray, Profile, ProfileError
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.execution import MicroBatchRunner
 from lightning_dcp.plan import MicroBatch
@@ -39,7 +40,8 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
     Measuring takes a few seconds for a small model on a CPU; ``module`` is left bit-equal.
 
     Args:
-        source: a profile; a file that is read, or written if it does not exist; ``None`` to measure.
+        source: a profile (one with an empty identity is for any model with these numbers of layers); a file that
+            is read, or written if it does not exist; ``None`` to measure.
         runner: runs the model's ``training_step``.
         world: ranks and the groups to measure.
         rank: global rank of this process.
@@ -58,7 +60,7 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
     identity = profile_identity(module, switch, world_size=world.world_size, precision=precision, device=device)
     wanted = Wanted(identity=identity, max_tokens=int(shapes.prod(axis=1).max()))
     if isinstance(source, Profile):
-        return wanted.check(source, "the given profile")
+        return _given(source, wanted, switch.num_layers)
     survey = Survey(
         subject=Subject(module=module, switch=switch, run=runner.step, device=device),
         world=world,
@@ -73,3 +75,15 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
         return measure(survey, plan_probes(shapes, world.sp_sizes, limits, length_groups), identity)
 
     return fresh() if source is None else load_or_measure(Path(source), wanted, fresh, rank=rank)
+
+
+def _given(profile: Profile, wanted: Wanted, num_layers: tuple[int, ...]) -> Profile:
+    # A profile made by formula, for a simulation or a test, was measured for nothing and is meant for anything.
+    wanted = wanted if profile.identity else replace(wanted, identity={})
+    checked = wanted.check(profile, "the given profile")
+    if checked.num_layers != num_layers:
+        raise ProfileError(
+            f"the given profile is for families of {checked.num_layers} layers, the model has {num_layers}; measure "
+            "anew, or name the layers that were measured (layers=[...])"
+        )
+    return checked
