@@ -206,6 +206,15 @@ def test_never_falls_with_length_or_batch_size(measured: Profile, data: st.DataO
         assert table.min() >= 0
 
 
+def test_extrapolation_is_monotone_where_lines_would_cross() -> None:
+    longer = only_constant((1, 100, 0), (1, 200, 100), (2, 100, 100), (2, 200, 100))
+    assert [longer.nanoseconds(b, (300,), 1, (0,)) for b in (1, 2)] == [200, 200]
+    larger = only_constant((1, 100, 0), (2, 100, 200), (1, 200, 200), (2, 200, 200))
+    assert [larger.nanoseconds(4, (s,), 1, (0,)) for s in (100, 200)] == [600, 600]
+    shorter = only_constant((1, 100, 100), (1, 200, 100), (2, 100, 100), (2, 200, 1000))
+    assert [shorter.nanoseconds(b, (10,), 1, (0,)) for b in (1, 2)] == [100, 100]
+
+
 def test_a_measurement_that_falls_is_raised_to_its_neighbour() -> None:
     cost = only_constant((1, 100, 50), (1, 200, 40), (2, 100, 30))
     assert cost.nanoseconds(1, (200,), 1, (0,)) == 50
@@ -357,6 +366,17 @@ def test_least_share_is_below_every_batch_size_of_the_range(measured: Profile, d
             cost.settings(1, batch[-1:], np.asarray(tokens), limit).recompute.sum()
         )
         assert recomputed or int(share) >= ends - loss, "looser than rounding explains"
+
+
+def test_least_share_covers_the_rounding_inside_the_range() -> None:
+    """Two quantities grow by half a nanosecond a sample: even batch sizes lose nothing, odd ones a nanosecond."""
+    rows = [
+        measurement(b, forward=(b // 2,), backward=(0,), recompute=(0,), constant_time=b // 2) for b in (2, 100)
+    ]
+    cost = CostModel(profile(*rows, num_layers=(1,)))
+    exact = [cost.nanoseconds(b, (100,), 1, (0,)) // b for b in (16, 17, 18)]
+    assert exact == [1, 0, 1]
+    assert int(cost.least_share(1, (np.asarray(16), np.asarray(18)), np.asarray(100), 10**9)[1]) == 0
 
 
 def test_batch_sizes_start_dense_and_hold_the_measured_ones() -> None:
