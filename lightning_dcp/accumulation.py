@@ -177,7 +177,9 @@ class StepExecutor:
         items = 0.0
         if not problems:
             try:
-                items = sum(self._items(micro_batch, data) for micro_batch, data in zip(mine, item.data, strict=True))
+                items = sum(
+                    self._items(micro_batch, data) for micro_batch, data in zip(mine, item.data, strict=True)
+                )
             except Exception as error:  # user hooks: whatever they raise must reach all ranks
                 problems = [f"counting the items of a batch failed: {type(error).__name__}: {error}"]
         digest = seed_from(item.plan.iteration.digest(), item.epoch, item.step) % 2**40
@@ -192,9 +194,7 @@ class StepExecutor:
         busy = sum(end - start for start, end in spans)
         tally = self._tally
         try:
-            totals = self._agreement.end(
-                (tally.count, tally.loss_sum, busy), tally.masks_differ, tally.problems
-            )
+            totals = self._agreement.end((tally.count, tally.loss_sum, busy), tally.masks_differ, tally.problems)
         except BaseException:
             self._engine.abandon()
             raise
@@ -218,5 +218,3 @@ class StepExecutor:
         """Zero with a gradient for every trainable parameter: what an empty rank contributes."""
         terms = [p.sum() for p in self.runner.module.parameters() if p.requires_grad]
         return torch.stack([term.float() for term in terms]).sum() * 0.0
-
-

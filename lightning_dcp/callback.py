@@ -91,4 +91,3 @@ class DCPCallback(pl.Callback):
             part = {k: torch.tensor(v, dtype=torch.float64) for k, v in values.items() if in_bar[k] is shown}
             if part:
                 pl_module.log_dict(part, on_step=True, on_epoch=False, prog_bar=shown, batch_size=1)
-

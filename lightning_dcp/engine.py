@@ -9,7 +9,9 @@ and the reduction is called by hand after all of them.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +91,9 @@ def check_config(user: Config) -> None:
 
 def _overlay(base: Config, top: Config) -> Config:
     for key, value in top.items():
-        base[key] = _overlay(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        base[key] = (
+            _overlay(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        )
     return base
 
 
@@ -102,6 +106,24 @@ def skip_cpu_operator() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def read_config(config: Config | str | Path | None) -> Config:
+    """The user's settings from a dict or a JSON file; empty for ``None``.
+
+    Raises:
+        FileNotFoundError: the path names no file.
+        ValueError: the file holds something else than a JSON object.
+    """
+    if config is None or isinstance(config, dict):
+        return dict(config or {})
+    path = Path(config)
+    if not path.is_file():
+        raise FileNotFoundError(f"deepspeed_config names {path}, which is no file; give a dict or a JSON file")
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; a DeepSpeed configuration is an object")
+    return content
 
 
 class ZeroEngine:

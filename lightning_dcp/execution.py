@@ -29,7 +29,7 @@ class BatchHooks(Protocol):
     """What the data side knows about a batch; :class:`~lightning_dcp.data.DCPDataModule` has both."""
 
     def shard(self, batch: Batch, group: SPGroup) -> Batch:
-        """This rank's part of an unsharded micro-batch."""
+        """Part of an unsharded micro-batch that this rank computes."""
         ...
 
     def loss_items(self, batch: Batch) -> int:
@@ -212,8 +212,9 @@ class MicroBatchRunner:
             context.failures.append(
                 "no call of torch.nn.functional.scaled_dot_product_attention was seen at sequence-parallel size "
                 f"{context.group.size}, so each rank attended to its shard only. Call it through the module "
-                "(F.scaled_dot_product_attention), or lightning_dcp.sequence_parallel.attention, use need_weights=False "
-                'in nn.MultiheadAttention and attn_implementation="sdpa" in Hugging Face models, or set sp_sizes=[1]'
+                "(F.scaled_dot_product_attention), or lightning_dcp.sequence_parallel.attention, use "
+                "need_weights=False in nn.MultiheadAttention and attn_implementation='sdpa' in Hugging Face "
+                "models, or set sp_sizes=[1]"
             )
         mapping = isinstance(result, Mapping)
         loss = result.get("loss") if mapping else result
@@ -276,9 +277,9 @@ def _seeded(seed: int) -> Iterator[None]:
 
     Restoring keeps what users draw between steps independent of the plan.
     """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if devices:
             torch.cuda.manual_seed(seed)
         yield

@@ -37,7 +37,9 @@ def _parse(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text, flags=re.IGNORECASE)
     amount = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
     if amount < 1:
-        raise ValueError(f'memory_limit is {text!r}; allowed is a positive amount such as "80GB", "512MB" or "1.5GiB"')
+        raise ValueError(
+            f'memory_limit is {text!r}; allowed is a positive amount such as "80GB", "512MB" or "1.5GiB"'
+        )
     return int(amount)
 
 

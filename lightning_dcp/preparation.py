@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dcp.cost import CostModel, IntArray, Profile, ProfileError, RecomputePolicy
 from lightning_dcp.data.batch import Batch
@@ -46,7 +46,7 @@ class Settings:
     memory_limit: float | str = 0.9
     profile: Profile | str | Path | None = None
     self_check: SelfCheck = True
-    loss: LossSettings = LossSettings()
+    loss: LossSettings = field(default_factory=LossSettings)
 
     def __post_init__(self) -> None:
         if self.recompute not in ("auto", "none", "full"):
@@ -231,7 +231,9 @@ def _sp_sizes(
     if site.world_size == 1 or wanted == {1}:
         return (1,)
     if loader.shapes.shape[1] > 1:
-        rank_zero_info("Sequence parallelism is not available for samples of more than one axis: all groups have one rank.")
+        rank_zero_info(
+            "Sequence parallelism is not available for samples of more than one axis: all groups have one rank."
+        )
         return (1,)
     sample = two_short_samples(loader.shapes)[0]
     shape = shape_of(loader.shapes[sample])
@@ -239,7 +241,12 @@ def _sp_sizes(
         sample_ids=(sample,), shapes=(shape,), padded_shape=shape, first_rank=site.rank, sp_size=1, nanoseconds=0,
         bytes=0,
     )  # fmt: skip
-    with untouched(module), AttentionRecorder() as seen, torch.no_grad(), runner.step(micro_batch, load(micro_batch)):
+    with (
+        untouched(module),
+        AttentionRecorder() as seen,
+        torch.no_grad(),
+        runner.step(micro_batch, load(micro_batch)),
+    ):
         pass
     if not seen.heads:
         rank_zero_warn(

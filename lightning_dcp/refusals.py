@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 SUPPORTED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_dcp.accumulation import StepExecutor, StepRecord
@@ -27,10 +23,11 @@ from lightning_dcp.checkpoint import Section, resumed_profile
 from lightning_dcp.cost import Profile, RecomputePolicy
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.loader import DCPLoader
-from lightning_dcp.engine import Config, ZeroEngine, build_config, check_config, skip_cpu_operator
+from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import Planner
+from lightning_dcp.portable import PortableDeepSpeedStrategy
 from lightning_dcp.preparation import Prepared, Settings, Site, prepare
 from lightning_dcp.refusals import check_trainer
 from lightning_dcp.sequence_parallel.context import LossWeighting
@@ -42,8 +39,10 @@ from lightning_dcp.upstream import (
     steps_pass_transfer_hooks,
 )
 
+T = TypeVar("T")
 
-class DCPStrategy(DeepSpeedStrategy):
+
+class DCPStrategy(PortableDeepSpeedStrategy):
     """Data-Centric Parallel on DeepSpeed ZeRO-1: every step runs by its own plan.
 
     The optimizer step is the one that a single process would do on the same samples, whatever the plan; only the
@@ -76,7 +75,7 @@ class DCPStrategy(DeepSpeedStrategy):
 
     strategy_name = "dcp"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what users set, by name
         self,
         planner: str | Planner = "balanced",
         *,
@@ -116,7 +115,7 @@ class DCPStrategy(DeepSpeedStrategy):
             self_check=self_check,
             loss=LossSettings(weighting=loss_weighting, reduction=loss_reduction),
         )
-        self._user_config = _read_config(deepspeed_config)
+        self._user_config = read_config(deepspeed_config)
         check_config(self._user_config)
         super().__init__(
             accelerator=accelerator,
@@ -168,46 +167,23 @@ class DCPStrategy(DeepSpeedStrategy):
         """Tokens trained so far, without padding, over all ranks and epochs."""
         return self._need(self._loader, "consumed_tokens").consumed_tokens
 
-    def _need(self, value: Any, name: str) -> Any:
+    def _need(self, value: T | None, name: str) -> T:
         if value is None:
-            raise RuntimeError(f"DCPStrategy.{name} exists only after setup(): call it inside or after trainer.fit")
+            raise RuntimeError(
+                f"DCPStrategy.{name} exists only after setup(): call it inside or after trainer.fit"
+            )
         return value
 
-    # --- launching ----------------------------------------------------------------------------------------------
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """Devices of the node's ranks; CPU devices are numbered, since Lightning compares their index to the rank."""
-        devices = self._parallel_devices
-        if devices is None or any(device.type != "cpu" for device in devices):
-            return devices
-        return [torch.device("cpu", index) for index in range(len(devices))]
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._parallel_devices = devices
-
-    def _configure_launcher(self) -> None:
-        # One process needs no launcher, and a notebook refuses every strategy that has one.
-        if self.num_processes * self.num_nodes > 1:
-            super()._configure_launcher()
+    # --- setup --------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Refuse what cannot work, then join the process group."""
         module = self._need(self.lightning_module, "lightning_module")
         check_trainer(module.trainer, module)
-        if not any(isinstance(callback, DCPCallback) for callback in module.trainer.callbacks):
-            module.trainer.callbacks.insert(0, DCPCallback())
-        if self.root_device.type == "cuda":
-            super().setup_environment()
-        else:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            skip_cpu_operator()
-            # DeepSpeedStrategy's own method does nothing but refuse other devices than CUDA.
-            DDPStrategy.setup_environment(self)
-        atexit.register(_leave_process_group)
-
-    # --- setup --------------------------------------------------------------------------------------------------
+        callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, DCPCallback) for callback in callbacks):
+            callbacks.insert(0, DCPCallback())
+        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Build the engine; when fitting, also groups, self-check, profile and the loader's planner."""
@@ -351,26 +327,9 @@ class DCPStrategy(DeepSpeedStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make ``Trainer(strategy="dcp")`` work."""
         if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="Data-Centric Parallel on DeepSpeed ZeRO-1")
-
-
-def _read_config(config: dict[str, Any] | str | Path | None) -> Config:
-    if config is None or isinstance(config, dict):
-        return dict(config or {})
-    path = Path(config)
-    if not path.is_file():
-        raise FileNotFoundError(f"deepspeed_config names {path}, which is no file; give a dict or a JSON file")
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; a DeepSpeed configuration is an object")
-    return content
-
-
-def _leave_process_group() -> None:
-    """Without this, about one gloo process in ten dies at exit after its work is done."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+            strategy_registry.register(
+                cls.strategy_name, cls, description="Data-Centric Parallel on DeepSpeed ZeRO-1"
+            )
 
 
 DCPStrategy.register_strategies(StrategyRegistry)
-

@@ -45,7 +45,7 @@ class SpanClock:
     def _mark(self) -> float | torch.cuda.Event:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

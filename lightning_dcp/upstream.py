@@ -34,7 +34,7 @@ def set_log_batch_size(trainer: pl.Trainer, batch_size: int) -> None:
 
 
 @contextmanager
-def steps_pass_transfer_hooks(module: pl.LightningModule) -> Iterator[Callable[[Any], Any]]:
+def steps_pass_transfer_hooks(module: pl.LightningModule) -> Iterator[Callable[[Any, int], Any]]:
     """Keep the Trainer from handing a whole step to ``on_before_batch_transfer``.
 
     The hook is written for one batch, and is called once per micro-batch just before its use. Yields the original

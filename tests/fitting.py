@@ -48,7 +48,8 @@ class Block(nn.Module):
         key, value = self.key_value(h_BSC).view(b, s, 2 * self.kv_heads, -1).transpose(1, 2).chunk(2, dim=1)
         y = F.scaled_dot_product_attention(query_BHSD, key, value, is_causal=True, enable_gqa=True)
         x_BSC = x_BSC + self.dropout(self.out(y.transpose(1, 2).reshape(b, s, c)))
-        return x_BSC + self.mlp(self.norm2(x_BSC))
+        out_BSC: Tensor = x_BSC + self.mlp(self.norm2(x_BSC))
+        return out_BSC
 
 
 class Net(nn.Module):
@@ -62,10 +63,10 @@ class Net(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(width, VOCABULARY) for _ in range(2)])
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, kind_B: Tensor) -> Tensor:
-        x_BSC = self.embedding(input_ids) + self.position(position_ids)
+        x_BSC: Tensor = self.embedding(input_ids) + self.position(position_ids)
         for layer in self.layers:
             x_BSC = layer(x_BSC)
-        logits_BSV = x_BSC.new_zeros(*input_ids.shape, VOCABULARY)
+        logits_BSV: Tensor = x_BSC.new_zeros(*input_ids.shape, VOCABULARY)
         for kind, head in enumerate(self.heads):
             rows = (kind_B == kind).nonzero().flatten()
             if len(rows):  # a head without a row gets no gradient on this rank
@@ -300,7 +301,7 @@ def fit_single(case: Case, plans: Sequence[str], precision: str = "32-true") -> 
     steps = [
         [samples[i] for m in IterationPlan.from_json(text).micro_batches for i in m.sample_ids] for text in plans
     ]
-    loader = DataLoader(steps, batch_size=None, collate_fn=collate_whole)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(steps, batch_size=None, collate_fn=collate_whole)  # type: ignore[arg-type]
     trainer = make_trainer("auto", case, devices=1, precision=precision)
     trainer.fit(module, loader)
     return Result(start=start, weights=weights_of(module), losses=module.losses, plans=list(plans))

@@ -5,11 +5,11 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import deepspeed  # noqa: E402, F401
-import lightning  # noqa: E402, F401
-import torch  # noqa: E402
+import deepspeed  # noqa: F401
+import lightning  # noqa: F401
+import torch
 
-from lightning_dcp.engine import skip_cpu_operator  # noqa: E402
+from lightning_dcp.engine import skip_cpu_operator
 
 torch.set_num_threads(1)
 skip_cpu_operator()

@@ -90,7 +90,9 @@ def run(
 def main() -> None:
     """``python -m tests.resuming FOLDER KILL_STEP|- RESUME|-``: rank 0 writes the fingerprint to FOLDER/result."""
     folder, kill, resume = sys.argv[1:]
-    result, _ = run(folder, workers=2, kill=None if kill == "-" else int(kill), resume=None if resume == "-" else resume)
+    result, _ = run(
+        folder, workers=2, kill=None if kill == "-" else int(kill), resume=None if resume == "-" else resume
+    )
     if os.environ.get("LOCAL_RANK", "0") == "0":
         Path(folder, "result").write_text(result)
 

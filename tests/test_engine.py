@@ -1,4 +1,4 @@
-"""The reduction by hand: equal to one process with uneven ranks, unused parameters and empty ranks, in both precisions."""
+"""The reduction by hand equals one process: uneven ranks, unused parameters, empty ranks, both precisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients in float64 before the engine (its masters are float32): local gradients times weights, summed by the test."""
+"""Gradients in float64 before the engine, whose masters are float32: local sums of losses, added up by the test."""
 
 from __future__ import annotations
 

@@ -196,7 +196,13 @@ def test_checkpoints_by_optimizer_steps(pool: Pool, tmp_path: Path) -> None:
 def _fit_checkpoints(folder: str) -> None:
     saver = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     _fit(
-        TWO_RANKS, UNEVEN, max_epochs=2, max_steps=5, callbacks=[saver], enable_checkpointing=True, limit_val_batches=0
+        TWO_RANKS,
+        UNEVEN,
+        max_epochs=2,
+        max_steps=5,
+        callbacks=[saver],
+        enable_checkpointing=True,
+        limit_val_batches=0,
     )
 
 
@@ -254,7 +260,9 @@ def test_one_axis_for_all_loggers(pool: Pool) -> None:
 def _collectives_per_step(counts: tuple[int, int]) -> list[int]:
     """World collectives between two steps, by the number of micro-batches."""
     calls: list[str] = []
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "all_gather", "reduce")}
+    originals = {
+        name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "all_gather", "reduce")
+    }
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

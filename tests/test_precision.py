@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.protocol import PlanRequest
@@ -51,9 +52,8 @@ def _fit(case: Case, count: int) -> Result:
 
 
 def _distance(a: Result, b: Result) -> float:
-    return (
-        float(sum(float((a.weights[n].float() - b.weights[n].float()).square().sum()) for n in b.weights)) ** 0.5
-    )
+    squares = [(a.weights[n].float() - b.weights[n].float()).square().sum() for n in b.weights]
+    return float(torch.stack(squares).sum().sqrt())
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])

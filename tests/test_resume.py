@@ -16,7 +16,9 @@ from tests.resuming import CASE, EPOCHS, STEPS, run
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_after_any_step_is_bit_equal(pool: Pool, tmp_path: Path, workers: int) -> None:
-    """Lightning-AI/pytorch-lightning#20550, #11029; lhotse-speech/lhotse#417; verl-project/verl#7401; meta-pytorch/data#1439."""
+    """Sources of the faults: Lightning-AI/pytorch-lightning#20550, #11029; lhotse-speech/lhotse#417;
+    verl-project/verl#7401; meta-pytorch/data#1439.
+    """
     whole = pool.run(run, 2, str(tmp_path / "whole"), workers=workers, timeout=120.0)
     assert whole[0][0] == whole[1][0], "ranks differ"
     steps = whole[0][1]
@@ -55,4 +57,6 @@ def _launch(folder: Path, kill: str, resume: str) -> subprocess.CompletedProcess
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.resuming", str(folder), kill, resume]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL
+    )
