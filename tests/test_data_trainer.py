@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from tests.data_tools import LENGTHS, BindingStrategy, Recorder, Tokens, TokensModule, trainer
+from lightning_dcp.data import DCPBatch, DCPLoader
+from tests.data_tools import LENGTHS, BindingStrategy, Recorder, Tokens, TokensModule, context, trainer
 
 SIZES = [{"global_batch_size": 4}, {"global_batch_tokens": 20}]
 EPOCHS = 3
@@ -137,24 +140,49 @@ def test_resume_from_a_checkpoint_of_a_validation(tmp_path: Path, size: dict[str
         assert rest.seen == whole.seen[done:]
 
 
+class Stateless:
+    """A loader that hides its position."""
+
+    def __init__(self, loader: DCPLoader) -> None:
+        self.loader = loader
+        loader.bind(context())
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[DCPBatch]:
+        return iter(self.loader)
+
+
+class StatelessModule(TokensModule):
+    def train_dataloader(self) -> Any:
+        return Stateless(super().train_dataloader())
+
+
 def test_no_warning_of_a_loader_that_cannot_resume(tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#11029: the loader is stateful, so the warning would be false."""
     kept = ModelCheckpoint(tmp_path / "kept", **KEPT)
-    whole = _fit(tmp_path, SIZES[0], callbacks=[kept], enable_checkpointing=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        rest = _fit(
-            tmp_path,
-            SIZES[0],
-            ckpt_path=tmp_path / "kept" / "step=2.ckpt",
-            callbacks=[ModelCheckpoint(tmp_path / "again", **KEPT)],
-            enable_checkpointing=True,
-        )
-    assert rest.seen == whole.seen[2:]
-    ours = {"FutureWarning", "DeprecationWarning"}
-    texts = [str(w.message) for w in caught if w.category.__name__ not in ours]
-    # The Trainer cannot know before setup() whether val_dataset will be set.
-    assert [t for t in texts if "no `validation_step`" not in t] == []
+    _fit(tmp_path, SIZES[0], callbacks=[kept], enable_checkpointing=True)
+
+    # Without the loader's state, which Lightning would refuse to give to a loader that cannot take it.
+    checkpoint = torch.load(tmp_path / "kept" / "step=2.ckpt", weights_only=False)
+    del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    torch.save(checkpoint, tmp_path / "bare.ckpt")
+
+    def warned(module: TokensModule, strategy: Any, path: Path) -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one = trainer(tmp_path, max_epochs=1, strategy=strategy)
+            one.fit(Recorder(), datamodule=module, ckpt_path=path)
+        return any("your dataloader is not resumable" in str(w.message) for w in caught)
+
+    data = Tokens(LENGTHS)
+    assert warned(
+        StatelessModule(data, global_batch_size=4), SingleDeviceStrategy(device="cpu"), tmp_path / "bare.ckpt"
+    )
+    assert not warned(
+        TokensModule(data, global_batch_size=4), BindingStrategy(), tmp_path / "kept" / "step=2.ckpt"
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
