@@ -131,9 +131,8 @@ class Mixer(nn.Module):
             # The features of a token attend to each other: its axis stands where the sequence should.
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             mixed = attend(q, k, v).flatten(2)
-            x_BSC = x_BSC + self.out(mixed)
-            return x_BSC
-        mixed = self._attend(q, k, v, length).transpose(1, 2).flatten(2)
+        else:
+            mixed = self._attend(q, k, v, length).transpose(1, 2).flatten(2)
         result: Tensor = x_BSC + self.out(mixed)
         return result.transpose(0, 1) if self.kind == "batch" else result
 
@@ -370,7 +369,8 @@ class Setting:
 
     shapes: tuple[tuple[int, ...], ...] = ((11,), (5,))
     sp_sizes: tuple[int, ...] = (1, 2)
-    labels: bool = True
+    sample_ids: tuple[int, ...] = (7, 3)
+    unlabelled: tuple[int, ...] = ()
     strict: bool = False
     dtype: torch.dtype = torch.float32
     loss: LossSettings = field(default_factory=LossSettings)
@@ -419,7 +419,7 @@ def check(make: Callable[..., pl.LightningModule], setting: Setting, **changes: 
             freedoms = self_check(
                 runner=runner,
                 load=lambda micro_batch: load(micro_batch, setting),
-                sample_ids=(7, 3),
+                sample_ids=setting.sample_ids,
                 shapes=setting.shapes,
                 world=world,
                 num_layers=switch.num_layers,
@@ -436,11 +436,13 @@ def check(make: Callable[..., pl.LightningModule], setting: Setting, **changes: 
 
 
 def load(micro_batch: MicroBatch, setting: Setting) -> Batch:
+    torch.rand(1)  # readers draw
     samples = [sample(*pair) for pair in zip(micro_batch.sample_ids, micro_batch.shapes, strict=True)]
     text = "input_ids" in samples[0]
     batch = collate(samples, micro_batch, CollateRules(shift_labels=text, pad_values={"input_ids": 9, "x": 1e4}))
-    if not setting.labels:
-        batch["labels"].fill_(-100)
+    for row, sample_id in enumerate(micro_batch.sample_ids):
+        if sample_id in setting.unlabelled:
+            batch["labels"][row] = -100
     return batch
 
 

@@ -76,6 +76,16 @@ def test_one_size_can_fail_alone(pool: Pool) -> None:
     assert "'model.layers.0.attention' (SelfAttention)" in answer.freedoms.messages[0]
 
 
+def test_samples_without_a_label_are_passed_over(pool: Pool) -> None:
+    """Short samples often consist of a prompt alone, which trains nothing."""
+    shapes = ((4,), (5,), (5,), (9,))
+    setting = Setting(sample_ids=(1, 2, 3, 4), shapes=shapes, unlabelled=(1,))
+    answer = _run(pool, tools.LocalPositions, setting)
+    assert answer.freedoms is not None
+    assert answer.freedoms.sp_sizes == (1,)
+    assert "samples (2, 4)" in answer.freedoms.messages[0]
+
+
 def test_one_process(pool: Pool) -> None:
     answer = _run(pool, tools.Unmasked, Setting(sp_sizes=(1,)), world_size=1)
     assert answer.freedoms is not None
@@ -196,7 +206,7 @@ def test_padding_of_two_axes(pool: Pool, masked: bool, exact: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "changes", "setting", "reason"),
     [
-        (tools.Language, {}, Setting(labels=False), "have no item of the loss"),
+        (tools.Language, {}, Setting(unlabelled=(7, 3)), "have no item of the loss"),
         (tools.Scaled, {"factor": 0.0}, Setting(), "is exactly zero"),
         (tools.Detached, {}, Setting(), "is exactly zero"),
         (tools.Scaled, {"factor": float("inf")}, Setting(), "is not finite"),

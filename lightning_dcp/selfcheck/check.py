@@ -11,9 +11,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.execution import MicroBatchRunner
 from lightning_dcp.plan import MicroBatch, Shape
+from lightning_dcp.profiling.snapshot import untouched
 from lightning_dcp.selfcheck.findings import Findings, PlainRunError
 from lightning_dcp.selfcheck.runs import Bench
-from lightning_dcp.selfcheck.samples import Samples
+from lightning_dcp.selfcheck.samples import Row, Samples, choose
 from lightning_dcp.topology import World
 
 
@@ -43,7 +44,7 @@ def self_check(  # noqa: PLR0913 - each is a fact that setup() knows and nobody 
     *,
     runner: MicroBatchRunner,
     load: Callable[[MicroBatch], Batch],
-    sample_ids: tuple[int, int],
+    sample_ids: tuple[int, ...],
     shapes: tuple[Shape, ...],
     world: World,
     num_layers: tuple[int, ...],
@@ -68,7 +69,8 @@ def self_check(  # noqa: PLR0913 - each is a fact that setup() knows and nobody 
     Args:
         runner: opens micro-batches of the engine's module.
         load: gives the collated, unsharded batch of a micro-batch, on the device.
-        sample_ids: two samples, of different length if there are any.
+        sample_ids: two samples of different length, or more to choose from: the first with an item of the loss, and
+            the next with one and another shape.
         shapes: their true shapes.
         world: ranks and groups.
         num_layers: layers of each family that can be recomputed.
@@ -80,7 +82,7 @@ def self_check(  # noqa: PLR0913 - each is a fact that setup() knows and nobody 
         SelfCheckError: on all ranks; the samples fail on one rank, unpadded and not recomputed, or ``strict``.
     """
     bench = Bench(runner=runner, load=load, world=world, rank=rank, device=device, num_layers=num_layers)
-    findings = Findings(bench, Samples.of(sample_ids, shapes, world.sp_sizes))
+    findings = Findings(bench, _samples(bench, sample_ids, shapes))
     try:
         freedoms = _freedoms(findings, world)
     except PlainRunError as error:
@@ -90,6 +92,19 @@ def self_check(  # noqa: PLR0913 - each is a fact that setup() knows and nobody 
     for message in freedoms.messages:
         rank_zero_warn(message)
     return freedoms
+
+
+def _samples(bench: Bench, sample_ids: tuple[int, ...], shapes: tuple[Shape, ...]) -> Samples:
+    """The two samples to compare, as rank 0 chooses them."""
+    chosen: tuple[int, ...] = ()
+    if bench.rank == 0:
+        candidates = [
+            Row(sample_ids=(i,), shapes=(s,), padded_shape=s) for i, s in zip(sample_ids, shapes, strict=True)
+        ]
+        with untouched(bench.module):  # reading samples may draw random numbers
+            chosen = choose(shapes, [bench.items(row) for row in candidates])
+    chosen = bench.everyone(chosen)[0]
+    return Samples.of(tuple(sample_ids[i] for i in chosen), tuple(shapes[i] for i in chosen), bench.world.sp_sizes)
 
 
 def _freedoms(findings: Findings, world: World) -> Freedoms:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_dcp.selfcheck.runs import Bench, Result
+from lightning_dcp.selfcheck.results import Result
+from lightning_dcp.selfcheck.runs import Bench
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from lightning_dcp.selfcheck import advice
 from lightning_dcp.selfcheck.comparison import FLOAT32, difference, tolerance_for, total_norm
 from lightning_dcp.selfcheck.conditions import half_precision
 from lightning_dcp.selfcheck.naming import Naming
-from lightning_dcp.selfcheck.runs import Bench, Case, Result
+from lightning_dcp.selfcheck.results import Case, Result
+from lightning_dcp.selfcheck.runs import Bench
 from lightning_dcp.selfcheck.samples import Row, Samples
 
 
@@ -76,7 +77,7 @@ class Findings:
             return True
         self._padding = False
         self._say(
-            f"Self-check, padding: samples {self._ids} together in {pair.padded_shape}, not one by one: this {fault}",
+            f"Self-check, padding: samples {self._ids} in one micro-batch instead of one each: this {fault}",
             "" if self._together.raised else self._naming().padding(),
             "From now on micro-batches hold samples of one shape, without padding",
             advice.PADDING,

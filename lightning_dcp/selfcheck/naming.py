@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightning_dcp.selfcheck.overlay import Difference, first_in_padding, first_in_repetition, first_in_shards
 from lightning_dcp.selfcheck.recording import Recording, recorded
-from lightning_dcp.selfcheck.runs import Bench, Case
+from lightning_dcp.selfcheck.results import Case
+from lightning_dcp.selfcheck.runs import Bench
 from lightning_dcp.selfcheck.samples import Row, Samples
 
 _NOT_A_MODULE = (

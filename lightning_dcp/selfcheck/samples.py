@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dcp.plan import MicroBatch, Shape
@@ -69,3 +70,14 @@ class Samples:
                 padded_shape=padded,
             ),
         )
+
+
+def choose(shapes: Sequence[Shape], items: Sequence[float]) -> tuple[int, ...]:
+    """Positions of two candidates: the first with an item of the loss, and the next with one of another shape.
+
+    Without such a second one the next best is taken: of the same shape, or without an item.
+    """
+    order = sorted(range(len(shapes)), key=lambda i: items[i] <= 0)
+    first, others = order[0], order[1:]
+    others.sort(key=lambda i: (items[i] <= 0, shapes[i] == shapes[first]))
+    return (first, *others[:1])
