@@ -18,7 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("callback", "preparation", "profiling", "checkpoint", "selfcheck"),
     ("accumulation",),
     ("execution",),
-    ("upstream",),
+    ("upstream", "portable"),
     ("data", "recompute", "sequence_parallel", "metrics", "models"),
     ("agreement", "engine", "memory", "refusals", "seeding", "timing"),
     ("simulate", "report", "_timeline"),

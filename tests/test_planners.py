@@ -73,7 +73,18 @@ def test_balanced_is_never_worse_than_single_samples_on_single_ranks(asked: Plan
         control = Static().plan(asked)
     except InfeasibleError:
         return
-    assert Balanced().plan(asked).makespan <= control.makespan
+    for moves in (0, 200):
+        assert Balanced(max_moves=moves).plan(asked).makespan <= control.makespan
+
+
+def test_single_samples_are_always_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a poor search the promise must still hold, so it cannot rest on the search's quality."""
+    monkeypatch.setattr("lightning_dcp.planners.balanced._TARGETS", (100,))
+    monkeypatch.setattr("lightning_dcp.planners.balanced._SHARES", (1,))
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        asked = request(texts(*rng.integers(100, 1500, 7).tolist()), 4)
+        assert Balanced(max_moves=0).plan(asked).makespan <= Static().plan(asked).makespan
 
 
 @slow
