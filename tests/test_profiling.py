@@ -18,7 +18,7 @@ from lightning_dcp.data.batch import Batch
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners.protocol import Limits
 from lightning_dcp.profiling import measure, obtain_profile, plan_probes
-from lightning_dcp.profiling.probe import is_out_of_memory
+from lightning_dcp.profiling.errors import is_out_of_memory
 from lightning_dcp.profiling.store import profile_identity
 from lightning_dcp.topology import World
 from tests.pool import Pool, RemoteError
@@ -228,6 +228,26 @@ def test_layer_that_runs_twice_in_a_step_costs_twice() -> None:
 
     profile = measure(survey_of(Looping(), clocks=lambda *_: Numbered(10)), lengths_of(num_lengths=2), {})
     assert profile.measurements[0].forward == (20,)
+
+
+class AddingInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, *_rest: Any) -> Tensor:
+        x += self.linear(torch.ones_like(x))
+        return x
+
+
+def test_layer_that_cannot_be_recomputed_saves_nothing_by_it() -> None:
+    """Writing into its own input, which a checkpoint keeps; autograd refuses that loudly."""
+    model = Model()
+    model.model.layers = nn.ModuleList(AddingInPlace() for _ in range(3))
+    with pytest.warns(UserWarning, match="AddingInPlace will not be recomputed"):
+        profile = measure(survey_of(model), lengths_of(num_lengths=2), {})
+    assert all(m.forward[0] > 0 for m in profile.measurements)
+    assert all(m.input_bytes == m.activation_bytes for m in profile.measurements)
 
 
 class Caching(nn.Module):

@@ -211,3 +211,15 @@ def test_logging_reaches_no_logger(tmp_path: Any) -> None:
     assert "log" not in vars(module)
     with pytest.raises(Exception, match=r"self\.log\(\)"):
         module.training_step()
+
+
+def test_a_dataset_in_a_list_is_not_copied() -> None:
+    module = nn.Linear(1, 1)
+    data = [torch.zeros(1) for _ in range(20_000)]
+    vars(module)["data"] = data
+    first = data[0]
+    with untouched(module):
+        data.pop()
+        data[0] = torch.ones(1)
+    assert len(data) == 20_000
+    assert data[0] is first

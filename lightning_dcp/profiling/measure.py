@@ -16,7 +16,8 @@ from lightning_dcp.cost import Measurement, Profile, ProfileError
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.plan import MicroBatch, Shape
 from lightning_dcp.profiling.clock import ClockFactory, clock_for
-from lightning_dcp.profiling.probe import Subject, is_out_of_memory, measure_probe
+from lightning_dcp.profiling.errors import is_out_of_memory
+from lightning_dcp.profiling.probe import Subject, measure_probe
 from lightning_dcp.profiling.probes import LengthProbes, Probe
 from lightning_dcp.profiling.snapshot import untouched
 from lightning_dcp.topology import World

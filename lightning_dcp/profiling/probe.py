@@ -15,6 +15,7 @@ from lightning_dcp.cost import Measurement, ProfileError
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.profiling.clock import Clock, ClockFactory
+from lightning_dcp.profiling.errors import is_out_of_memory
 from lightning_dcp.profiling.ledger import Ledger
 from lightning_dcp.profiling.nested import tensors_in
 from lightning_dcp.profiling.probes import Probe
@@ -169,14 +170,6 @@ def _gradients(subject: Subject, objective: Tensor) -> list[Tensor]:
 def _check(context: MicroBatchContext) -> None:
     if context.failures:
         raise ProfileError("; ".join(dict.fromkeys(context.failures)))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a device or in the main memory."""
-    from lightning.pytorch.utilities.memory import is_oom_error
-
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, RuntimeError) and bool(is_oom_error(error)))
 
 
 def _start_peak(device: torch.device) -> int:

@@ -9,9 +9,11 @@ from statistics import median_low
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_dcp.profiling.clock import Clock
+from lightning_dcp.profiling.errors import is_out_of_memory
 from lightning_dcp.profiling.ledger import Ledger
 from lightning_dcp.profiling.nested import replace_tensors, substitutes, tensors_in
 from lightning_dcp.profiling.truncation import LayerCall
@@ -67,24 +69,39 @@ class Replay:
         The exchanges of attention run over the group of the running micro-batch; so all its ranks call this
         together, with the same ``repeats``.
         """
-        plain: AbstractContextManager[None] = nullcontext()
-        activation = self._held_bytes(plain)
-        inputs = self._held_bytes(self._switch.depth(self._depth))
-        runs = [
-            (self._run(clock, nullcontext()), self._run(clock, self._switch.depth(self._depth)))
-            for _ in range(repeats)
-        ]
-        forward = int(median_low(forward for (forward, _), _ in runs))
-        total = int(median_low(sum(run) for run, _ in runs))
-        recompute = int(median_low(sum(run) for _, run in runs)) - total
+        activation = self._held_bytes(nullcontext())
+        inputs = self._held_bytes_recomputed()
+        plain: list[tuple[int, int]] = []
+        recomputed: list[int] = []
+        for _ in range(repeats):
+            plain.append(self._run(clock, nullcontext()))
+            if inputs is not None:
+                recomputed.append(sum(self._run(clock, self._switch.depth(self._depth))))
+        forward = int(median_low(forward for forward, _ in plain))
+        total = int(median_low(sum(run) for run in plain))
+        extra = int(median_low(recomputed)) - total if recomputed else forward
         most = int(_MOST_RECOMPUTE * forward) + _RECOMPUTE_OVERHEAD
         return LayerCost(
             forward=forward,
             backward=max(0, total - forward),
-            recompute=min(max(recompute, int(_LEAST_RECOMPUTE * forward)), most),
+            recompute=min(max(extra, int(_LEAST_RECOMPUTE * forward)), most),
             activation_bytes=activation,
-            input_bytes=inputs,
+            input_bytes=activation if inputs is None else inputs,
         )
+
+    def _held_bytes_recomputed(self) -> int | None:
+        """Bytes held when the layer is recomputed; ``None`` for a layer that cannot be.
+
+        Such a layer (one that writes into its input, say) still trains: recomputing it saves nothing, so no plan
+        does it.
+        """
+        try:
+            return self._held_bytes(self._switch.depth(self._depth))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            rank_zero_warn(f"Layers of class {type(self._layer).__name__} will not be recomputed: {error}")
+            return None
 
     def _held_bytes(self, depth: AbstractContextManager[None]) -> int:
         """Bytes alive between forward and backward, the output among them, the inputs not; warms up as well."""
@@ -113,7 +130,9 @@ class Replay:
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip(inputs, self._call.needs_grad, strict=True)
         ]
-        args, kwargs = replace_tensors((self._call.args, self._call.kwargs), substitutes(fresh))
+        # No leaf: a layer may add to its input in place.
+        given = [tensor.clone() if tensor.requires_grad else tensor for tensor in fresh]
+        args, kwargs = replace_tensors((self._call.args, self._call.kwargs), substitutes(given))
         return args, kwargs, [tensor for tensor in fresh if tensor.requires_grad]
 
     def _backward(self, output: Any, leaves: list[Tensor]) -> None:

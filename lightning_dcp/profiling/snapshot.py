@@ -17,6 +17,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+_MANY = 10_000
+"""Items from which a list is taken for data: its items are put back, but not what they contain."""
+
 Restore = Callable[[], Any]
 """Puts the content of one value back and returns the value."""
 
@@ -145,7 +148,7 @@ def _capture_dict(value: dict[Any, Any], memo: dict[int, Restore]) -> Restore:
 
 
 def _capture_items(value: Any, memo: dict[int, Restore]) -> Restore:
-    content = [_capture(item, memo) for item in value]
+    content = [partial(_same, item) if len(value) > _MANY else _capture(item, memo) for item in value]
 
     def restore() -> Any:
         restored = [part() for part in content]
@@ -154,6 +157,10 @@ def _capture_items(value: Any, memo: dict[int, Restore]) -> Restore:
         return value
 
     return restore
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _capture_object(value: Any) -> Restore:

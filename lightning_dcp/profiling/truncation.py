@@ -53,7 +53,7 @@ class Recording:
         self.call: LayerCall | None = None
         self.count = 0
 
-    def recording(self) -> Callable[..., Any]:
+    def recorder(self) -> Callable[..., Any]:
         """The layer's call, which notes how it was called."""
         original = call_of(self.layer)
 
@@ -102,7 +102,7 @@ def recorded(families: Sequence[LayerFamily]) -> Iterator[tuple[Recording, ...]]
     recordings = tuple(Recording(family) for family in families)
     with ExitStack() as stack:
         for recording in recordings:
-            stack.enter_context(replaced_call(recording.layer, recording.recording()))
+            stack.enter_context(replaced_call(recording.layer, recording.recorder()))
             for layer in recording.family.layers[2:]:
                 stack.enter_context(replaced_call(layer, _skip(layer, recording)))
         yield recordings
