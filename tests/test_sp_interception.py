@@ -95,7 +95,7 @@ def _model(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _gradients(
-    model: nn.Module, group: SPGroup, *, padded: bool, grad: Callable[..., Any] = torch.autograd.grad
+    model: Any, group: SPGroup, *, padded: bool, grad: Callable[..., Any] = torch.autograd.grad
 ) -> list[Tensor]:
     """Parameter gradients of one step, summed over the group as a training step does."""
     x, target, real = randn(1, 2, S, WIDTH), randn(2, 2, S, WIDTH), _real()
@@ -192,6 +192,33 @@ def test_recompute_is_exact_from_any_thread(pool: Pool, recompute: int, in_threa
     for worst, called in pool.run(_recompute, 2, recompute, in_thread):
         assert worst < 1e-13
         assert called == ["all_to_all_single"] * (2 * 4 + 2 * recompute)
+
+
+def _compiled() -> tuple[float, list[int]]:
+    group, model = world_group(), _model(Blocks)
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
+    expected = _gradients(model, SPGroup(), padded=False)
+    worst, after_step = 0.0, []
+    for _ in range(6):
+        with activate(_context(group)) as context, patched_attention():
+            worst = max(worst, _worst(_gradients(compiled, group, padded=False), expected))
+        assert context.interceptions == 2
+        worst = max(worst, _worst(_gradients(compiled, SPGroup(), padded=False), expected))
+        after_step.append(graphs)
+    return worst, after_step
+
+
+def test_compiled_model_is_exact_and_compiled_once_for_each_form(pool: Pool) -> None:
+    for worst, after_step in pool.run(_compiled, 2):
+        assert worst < 1e-13
+        assert after_step == [after_step[0]] * 6
 
 
 def _raise_inside(group: SPGroup) -> None:

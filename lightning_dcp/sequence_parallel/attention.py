@@ -84,9 +84,22 @@ def sharded_attention(
     query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, attn_mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:
     """:func:`attention` with its settings in one value; chooses between one rank and a group."""
-    context = current()
-    if context.group.size == 1:
+    if current().group.size == 1:
         return attend(query_BHSD, key_BHSD, value_BHSD, attn_mask, options)
+    result: Tensor = _over_group(query_BHSD, key_BHSD, value_BHSD, attn_mask, options)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _over_group(
+    query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, attn_mask: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Attention over a group of more than one rank.
+
+    Never compiled: what changes between micro-batches (counters, lengths, padding) would become part of the graph
+    around it, until the limit of recompilations is reached.
+    """
+    context = current()
     context.interceptions += 1
     tensors = _autocast(query_BHSD, key_BHSD, value_BHSD)
     refusal = _unshardable(*tensors, context.group.size, enable_gqa=options.enable_gqa)

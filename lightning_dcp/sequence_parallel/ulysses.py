@@ -38,8 +38,8 @@ def to_heads(
     Each tensor ``[B, H_i, s, D_i]`` becomes ``[B, H_i / p, S, D_i]``; numbers of heads and head sizes may differ.
     The results are strided views of one receive buffer. The note gets no gradient.
     """
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ToHeads.apply(  # type: ignore[no-untyped-call]
-        group, query_BHsD, key_BHsD, value_BHsD, note_BNs1
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _apply(
+        _ToHeads, group, query_BHsD, key_BHsD, value_BHsD, note_BNs1
     )
     return result
 
@@ -49,7 +49,7 @@ def to_tokens(output_BhSD: Tensor, group: SPGroup) -> Tensor:
 
     The result lies in memory as ``[B, s, H, D]``, so that ``transpose(1, 2).flatten(2)`` is a view.
     """
-    result: Tensor = _ToTokens.apply(group, output_BhSD)  # type: ignore[no-untyped-call]
+    result: Tensor = _apply(_ToTokens, group, output_BhSD)
     return result
 
 
@@ -67,7 +67,7 @@ def gather(x: Tensor, dim: int = 1, group: SPGroup | None = None) -> Tensor:
     group = current().group if group is None else group
     if group.size == 1:
         return x
-    result: Tensor = _Gather.apply(group, dim % x.dim(), x)  # type: ignore[no-untyped-call]
+    result: Tensor = _apply(_Gather, group, dim % x.dim(), x)
     return result
 
 
@@ -93,16 +93,14 @@ def switch(x: Tensor, from_dim: int, to_dim: int, group: SPGroup | None = None) 
     Raises:
         ValueError: the axes are equal, or the size along ``to_dim`` is no multiple of ``p``.
     """
-    context = current()
-    group = context.group if group is None else group
+    group = current().group if group is None else group
     if group.size == 1:
         return x
     from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
     if from_dim == to_dim:
         raise ValueError(f"switch from axis {from_dim} to itself; the two axes must differ")
     _part(x, to_dim, group)
-    context.interceptions += 1
-    result: Tensor = _Switch.apply(group, from_dim, to_dim, x)  # type: ignore[no-untyped-call]
+    result: Tensor = _apply(_Switch, group, from_dim, to_dim, x)
     return result
 
 
@@ -114,6 +112,12 @@ def _part(x: Tensor, dim: int, group: SPGroup) -> int:
             f"pad it to a multiple of {group.size}"
         )
     return length
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Run an exchange outside of compiled graphs, which would hold the group of one micro-batch."""
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 class _ToHeads(torch.autograd.Function):
@@ -166,6 +170,7 @@ class _Switch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: SPGroup, from_dim: int, to_dim: int, x: Tensor) -> Tensor:
         ctx.group, ctx.from_dim, ctx.to_dim = group, from_dim, to_dim
+        current().interceptions += 1
         return _move_shards(x, from_dim, to_dim, group)
 
     @staticmethod
