@@ -1,4 +1,4 @@
-# Needs python3 (3.11 or newer) with venv, a C++ compiler and make. pip's own settings (index, wheel folders,
+# Needs python3 (3.11 or newer) with venv, and make. pip's own settings (index, wheel folders,
 # certificates) are honoured.
 #
 #   make train                                  the example on two CPU processes; results in runs/stdlib
@@ -12,8 +12,6 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# DeepSpeed looks for ninja on the PATH when it compiles its operator.
-export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: train test lint clean
 
@@ -37,12 +35,10 @@ $(VENV)/.torch: constraints.txt
 	$(PIP) install -c constraints.txt torch
 	touch $@
 
-$(VENV)/.train: $(VENV)/.torch setup.cfg pyproject.toml tools/build_ops.py
+$(VENV)/.train: $(VENV)/.torch setup.cfg pyproject.toml
 	$(PIP) install -c constraints.txt -e ".[plots]"
-	$(BIN)/python tools/build_ops.py
 	touch $@
 
-$(VENV)/.test: $(VENV)/.torch setup.cfg pyproject.toml tools/build_ops.py
+$(VENV)/.test: $(VENV)/.torch setup.cfg pyproject.toml
 	$(PIP) install -c constraints.txt -e ".[test,dev]"
-	$(BIN)/python tools/build_ops.py
 	touch $@

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,33 +151,6 @@ def test_learning_rate_rises_then_falls(model: ModuleType) -> None:
         schedule.step()
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[15] == pytest.approx(0.5)
-
-
-@pytest.fixture
-def build_ops() -> ModuleType:
-    return _load(ROOT / "tools" / "build_ops.py")
-
-
-def test_lock_of_a_killed_build_is_removed(build_ops: ModuleType, tmp_path: Path) -> None:
-    lock = tmp_path / "py311_cpu" / "some_op" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    assert build_ops.remove_stale_locks(tmp_path) == []  # too young: its build may be about to start
-    assert build_ops.remove_stale_locks(tmp_path, now=time.time() + 100) == [lock]
-    assert not lock.exists()
-
-
-def test_lock_of_a_running_build_stays(build_ops: ModuleType, tmp_path: Path) -> None:
-    lock = tmp_path / "some_op" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    compiler = subprocess.Popen(["sleep", "30"], cwd=lock.parent)
-    try:
-        assert build_ops.remove_stale_locks(tmp_path, now=time.time() + 100) == []
-    finally:
-        compiler.kill()
-        compiler.wait()
-    assert build_ops.remove_stale_locks(tmp_path, now=time.time() + 100) == [lock]
 
 
 @pytest.mark.launch
