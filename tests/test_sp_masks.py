@@ -309,3 +309,20 @@ def _autocast() -> None:
 
 def test_autocast_casts_before_the_exchange(pool: Pool) -> None:
     pool.run(_autocast, 2)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "padded", "packed", "has_padding"),
+    [
+        (((8,), (8,)), (8,), False, False),
+        (((3,), (8,)), (8,), False, True),
+        (((4, 6), (4, 5)), (4, 6), False, True),
+        (((3,), (5,)), (8,), True, False),
+        (((3,), (4,)), (8,), True, True),
+    ],
+)
+def test_padding_is_known_without_communication(
+    shapes: tuple[tuple[int, ...], ...], padded: tuple[int, ...], packed: bool, has_padding: bool
+) -> None:
+    context = MicroBatchContext(shapes=shapes, padded_shape=padded, packed=packed)
+    assert context.has_padding is has_padding
