@@ -15,9 +15,11 @@ import torch
 
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.data.randomness import isolated, seed_global
 from lightning_dcp.data.reading import ReadError
 from lightning_dcp.plan import IterationPlan, MicroBatch, PlanError
 from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
+from lightning_dcp.seeding import seed_from
 from tests.data_tools import (
     LENGTHS,
     RoundRobin,
@@ -91,6 +93,10 @@ def test_collate_draws_follow_the_samples_when_groups_change() -> None:
         seen.append([batch.data[0]["collate_draw"] for batch in loader])
     assert seen[0] == seen[1]
     assert len({tuple(draw) for draw in seen[0]}) == len(seen[0])
+    for step, draws in enumerate(seen[0]):
+        with isolated():
+            seed_global(seed_from(0, 0, step, int(loader.sampler.samples(0, step)[0])))
+            assert draws == [float(torch.rand(())), float(np.random.rand()), random.random()]
 
 
 def _worker_init(worker: int) -> None:

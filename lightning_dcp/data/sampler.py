@@ -206,9 +206,8 @@ class StepSampler:
                 f"the saved position is {position} with {state.get('beyond')!r} beyond it, where no step of epoch "
                 f"{epoch} starts; it was saved by another sampler or over other lengths"
             )
-        finished = position >= len(self.tokens)
-        self._epoch, self._position = (epoch + 1, 0) if finished else (epoch, position)
-        self._finished_epoch = epoch if finished else None
+        self._epoch, self._position = epoch, position
+        self._finished_epoch = epoch if position >= len(self.tokens) else None
         self.consumed_samples, self.consumed_tokens = samples, tokens
         self.version += 1
 
