@@ -13,33 +13,10 @@ from lightning_dcp.agreement import Agreement
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.engine import ZeroEngine
 from lightning_dcp.execution import MicroBatchRunner, RunningMicroBatch, StepOutcome
-from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.plan import MicroBatch
+from lightning_dcp.records import StepRecord
 from lightning_dcp.seeding import seed_from
-from lightning_dcp.timing import Span, SpanClock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """What happened in one step.
-
-    Attributes:
-        epoch, step: position in the permutation.
-        plan: the plan of all ranks.
-        loss: exact mean of the step's losses over all ranks, the same on every rank.
-        count: items that it is the mean of.
-        spans: start and end of each micro-batch of this rank, in seconds since the step began.
-        seconds: duration of the step up to the vote; without the reduction and the optimizer.
-        idle_ratio: measured share of all ranks' time in which no micro-batch ran.
-    """
-
-    epoch: int
-    step: int
-    plan: IterationPlan
-    loss: float
-    count: float
-    spans: tuple[Span, ...]
-    seconds: float
-    idle_ratio: float
+from lightning_dcp.timing import SpanClock
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,9 +12,8 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from lightning_dcp.accumulation import StepRecord
 from lightning_dcp.metrics import step_metrics
-from lightning_dcp.timing import Span
+from lightning_dcp.records import Span, StepRecord
 
 PREFIX = "dcp/"
 
@@ -46,11 +45,18 @@ class DCPCallback(pl.Callback):
         self._last_end = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock and, on rank 0, a new file of plans."""
-        self._last_end = time.perf_counter()
+        """Start, on rank 0, a new file of plans."""
         if self.plans_file is not None and trainer.is_global_zero and trainer.global_step == 0:
             self.plans_file.parent.mkdir(parents=True, exist_ok=True)
             self.plans_file.write_text("")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock; what other callbacks do before an epoch is no time of a step."""
+        self._last_end = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on with the clock; validation is no time of a step."""
+        self._last_end = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

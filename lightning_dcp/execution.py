@@ -144,6 +144,7 @@ class MicroBatchRunner:
             sample_ids=micro_batch.sample_ids,
             shapes=micro_batch.shapes,
             padded_shape=micro_batch.padded_shape,
+            packed=micro_batch.packed,
             seed=self.seed,
             epoch=epoch,
             weighting=self.loss.weighting,
@@ -195,6 +196,7 @@ class MicroBatchRunner:
             sample_ids=micro_batch.sample_ids,
             shapes=micro_batch.shapes,
             padded_shape=micro_batch.padded_shape,
+            packed=micro_batch.packed,
             weighting=self.loss.weighting,
             items_per_sample_B=self._items_per_sample(batch),
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_dcp.accumulation import StepRecord
 from lightning_dcp.plan import IterationPlan
+from lightning_dcp.records import StepRecord
 
 
 def mean_settings(plan: IterationPlan) -> dict[str, float]:

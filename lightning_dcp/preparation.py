@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_dcp.cost import CostModel, IntArray, Profile, ProfileError, RecomputePolicy
+from lightning_dcp.cost import CostModel, IntArray, Profile, RecomputePolicy
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.lengths import shape_of
 from lightning_dcp.data.loader import DCPLoader, PlanningContext
@@ -166,10 +166,6 @@ def prepare(
         limits=limits,
         length_groups=settings.length_groups,
     )
-    if profile.num_layers != switch.num_layers:
-        raise ProfileError(
-            f"the profile has {profile.num_layers} layers per family, the model {switch.num_layers}; measure it anew"
-        )
     return Prepared(
         world=world,
         groups=groups,

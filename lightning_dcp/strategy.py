@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_dcp.accumulation import StepExecutor, StepRecord
+from lightning_dcp.accumulation import StepExecutor
 from lightning_dcp.agreement import Agreement
 from lightning_dcp.callback import DCPCallback
 from lightning_dcp.checkpoint import Section, resumed_profile
@@ -29,6 +29,7 @@ from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import Planner
 from lightning_dcp.portable import PortableDeepSpeedStrategy
 from lightning_dcp.preparation import Prepared, Settings, Site, prepare
+from lightning_dcp.records import StepRecord
 from lightning_dcp.refusals import check_trainer
 from lightning_dcp.sequence_parallel.context import LossWeighting
 from lightning_dcp.sequence_parallel.groups import ProcessGroups

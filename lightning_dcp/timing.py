@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-Span = tuple[float, float]
-"""Start and end of a micro-batch in seconds since the start of its step."""
+from lightning_dcp.records import Span
 
 
 class SpanClock:

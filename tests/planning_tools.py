@@ -81,7 +81,8 @@ def _check_micro_batch(m: MicroBatch, asked: PlanRequest) -> None:
     limits, p = asked.limits, m.sp_size
     assert (m.first_rank, p) in asked.world.blocks
     longest = [max(axis) for axis in zip(*m.shapes, strict=True)]
-    assert m.padded_shape == (-(-longest[0] // p) * p, *longest[1:])
+    shared = max(longest[0], 2 * p if p > 1 else 1)  # no shard of a single place
+    assert m.padded_shape == (-(-shared // p) * p, *longest[1:])
     assert not m.packed
     assert m.nanoseconds == asked.cost.nanoseconds(m.batch_size, m.padded_shape, p, m.recompute)
     assert m.bytes == asked.cost.bytes(m.batch_size, m.padded_shape, p, m.recompute)

@@ -21,7 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("upstream", "portable"),
     ("data", "recompute", "sequence_parallel", "metrics", "models"),
     ("agreement", "engine", "memory", "refusals", "seeding", "timing"),
-    ("simulate", "report", "_timeline"),
+    ("simulate", "report", "_timeline", "records"),
     ("planners",),
     ("lengths",),
     ("cost",),
@@ -78,14 +78,7 @@ def violations(name: str) -> list[str]:
     ]
 
 
-def cases() -> list[object]:
-    # Strict: when the import is gone this turns red and the mark goes.
-    reason = "metrics takes StepRecord from accumulation, which stands before execution"
-    marked = pytest.param("metrics", marks=pytest.mark.xfail(reason=reason, strict=True))
-    return [marked if name == "metrics" else name for name in sorted(modules())]
-
-
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", sorted(modules()))
 def test_imports_point_one_way(name: str) -> None:
     assert violations(name) == []
 

@@ -45,9 +45,17 @@ def usable_sp_sizes(request: PlanRequest) -> tuple[int, ...]:
 
 
 def pad(shapes: Sequence[Shape], sp_size: int) -> Shape:
-    """Smallest shape that holds all ``shapes`` and whose first axis is a multiple of ``sp_size``."""
+    """Smallest shape that holds all ``shapes`` and whose first axis ``sp_size`` ranks can share.
+
+    The first axis is a multiple of ``sp_size``, and a shard holds two places or more: models that drop
+    ``is_causal`` for queries of length one would silently attend to what follows.
+    """
     first, *rest = (max(axis) for axis in zip(*shapes, strict=True))
-    return (round_up(first, sp_size), *rest)
+    return (round_up(max(first, _shortest(sp_size)), sp_size), *rest)
+
+
+def _shortest(sp_size: int) -> int:
+    return 2 * sp_size if sp_size > 1 else 1
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -56,11 +64,21 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def padded_tokens(shapes: IntArray, sp_size: int) -> IntArray:
-    """Tokens of each sample after its first axis is rounded up to a multiple of ``sp_size``.
+    """Tokens of each sample after its first axis is padded as in :func:`pad`.
 
     Args:
         shapes: sizes, shape ``[..., axes]``.
         sp_size: ``p``.
+    """
+    tokens = round_up_all(shapes, sp_size)
+    least = _shortest(sp_size) * shapes[..., 1:].prod(axis=-1)
+    return np.asarray(np.maximum(tokens, least), dtype=np.int64)
+
+
+def round_up_all(shapes: IntArray, sp_size: int) -> IntArray:
+    """Tokens of each sample after its first axis is only rounded up to a multiple of ``sp_size``.
+
+    Every plan pads at least so much; a lower bound may count on no more.
     """
     first = -(-shapes[..., 0] // sp_size) * sp_size
     return np.asarray(first * shapes[..., 1:].prod(axis=-1), dtype=np.int64)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
-from lightning_dcp.planners.assembly import check_feasible, exceeds, padded_tokens, usable_sp_sizes
+from lightning_dcp.planners.assembly import check_feasible, exceeds, round_up_all, usable_sp_sizes
 from lightning_dcp.planners.protocol import PlanRequest
 
 _ROWS = 4
@@ -61,7 +61,7 @@ class Shares:
 
 def _options(request: PlanRequest, sp_size: int, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
     """Nanoseconds and nanoseconds per sample, both ``[K, n]``, of ``b`` from ``low[k]`` to ``high[k]``."""
-    tokens = padded_tokens(np.asarray(request.shapes, dtype=np.int64), sp_size)
+    tokens = round_up_all(np.asarray(request.shapes, dtype=np.int64), sp_size)
     time = np.full((len(low), len(tokens)), INFEASIBLE, dtype=np.int64)
     share = np.zeros_like(time)
     limits, active = request.limits, np.arange(len(tokens))

@@ -11,6 +11,7 @@ import torch
 from lightning_dcp.cost import IntArray, Profile, ProfileError
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.execution import MicroBatchRunner
+from lightning_dcp.memory import memory_bytes
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners.protocol import Limits
 from lightning_dcp.profiling.measure import Survey, measure
@@ -66,7 +67,8 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
         world=world,
         rank=rank,
         load=load,
-        memory_bytes=limits.memory_bytes,
+        # What the device holds, not what plans may use: a small limit must not keep lengths from being measured.
+        memory_bytes=memory_bytes(0.9, device, world.ranks_per_node),
         static_bytes=static_bytes(module, world.world_size),
         progress=True,
     )

@@ -1,0 +1,260 @@
+"""Bad input through the whole path: a clear error on every rank within seconds, never a hang, never lost data."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_dcp.cost import ProfileError
+from lightning_dcp.data.module import DCPDataModule
+from tests.fitting import (
+    LAYERS,
+    Case,
+    Data,
+    Module,
+    RandomPlanner,
+    Samples,
+    formula_profile,
+    make_strategy,
+    make_trainer,
+)
+from tests.pool import Pool, RemoteError
+from tests.synthetic import analytic_profile
+
+CASE = Case(world_size=2, samples=10, batch=4, masked="none")
+
+
+class _Given(DCPDataModule):
+    """Whatever dataset a test wants."""
+
+    def __init__(self, dataset: Any, **kwargs: Any) -> None:
+        super().__init__(global_batch_size=4, **kwargs)
+        self.given = dataset
+
+    def setup(self, stage: str | None = None) -> None:
+        self.train_dataset = self.given
+
+
+class _Faulty(Dataset[dict[str, Any]]):
+    """Raises for one sample."""
+
+    def __init__(self, bad: int) -> None:
+        self.inner = Samples(CASE)
+        self.lengths = self.inner.lengths
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.bad:
+            raise OSError(f"cannot read sample {index}")
+        return self.inner[index]
+
+
+class _Lying(Samples):
+    """Says that a sample is longer than it is."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.lengths = self.lengths.copy()
+        self.lengths[3] += 1
+
+
+def _fit(data: Any, case: Case = CASE, module: Any = None, **strategy: Any) -> Any:
+    trainer = make_trainer(make_strategy(case, **strategy), case, devices=case.world_size, max_steps=3)
+    trainer.fit(module or Module(case), datamodule=data)
+    return trainer
+
+
+def _raised(pool: Pool, sentence: str, *args: Any, **kwargs: Any) -> None:
+    """Every rank raises the sentence; a rank that waits for the others fails the time limit of the pool."""
+    with pytest.raises(RemoteError) as caught:
+        pool.run(*args, **kwargs, timeout=60.0)
+    assert sorted(caught.value.tracebacks) == [0, 1]
+    for text in caught.value.tracebacks.values():
+        assert sentence in text
+
+
+def _fit_faulty(workers: int) -> None:
+    _fit(_Given(_Faulty(5), num_workers=workers))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_raises_in_one_rank_is_an_error_on_all(pool: Pool, workers: int) -> None:
+    _raised(pool, "cannot read sample 5", _fit_faulty, 2, workers)
+
+
+def _fit_lying() -> None:
+    _fit(_Given(_Lying(CASE)))
+
+
+def test_lengths_that_disagree_with_the_data(pool: Pool) -> None:
+    length = int(Samples(CASE).lengths[3])
+    with pytest.raises(RemoteError) as caught:
+        pool.run(_fit_lying, 2, timeout=60.0)
+    for text in caught.value.tracebacks.values():
+        assert "sample 3" in text
+        assert str(length) in text
+        assert str(length + 1) in text
+
+
+def _fit_empty() -> None:
+    _fit(_Given([]))
+
+
+def test_an_empty_dataset(pool: Pool) -> None:
+    _raised(pool, "empty", _fit_empty, 2)
+
+
+def _fit_zero_length() -> None:
+    samples = Samples(CASE)
+    samples.lengths = samples.lengths.copy()
+    samples.lengths[7] = 0
+    _fit(_Given(samples))
+
+
+def test_a_sample_of_length_zero(pool: Pool) -> None:
+    _raised(pool, "sample 7", _fit_zero_length, 2)
+
+
+def _fit_too_long() -> None:
+    _fit(Data(CASE), planner="balanced", memory_limit="1060KB")
+
+
+def test_a_sample_that_no_plan_can_hold(pool: Pool) -> None:
+    """Names the sample, its length and the limit."""
+    with pytest.raises(RemoteError) as caught:
+        pool.run(_fit_too_long, 2, timeout=60.0)
+    assert sorted(caught.value.tracebacks) == [0, 1]
+    for text in caught.value.tracebacks.values():
+        message = text.strip().splitlines()[-1]
+        assert "InfeasibleError" in message
+        assert "1060000" in message.replace(",", "").replace("_", "")
+        assert "tokens" in message
+
+
+def _fit_foreign_profile() -> None:
+    profile = analytic_profile((1, 2), (LAYERS,))
+    with pytest.raises(ProfileError, match=r"(?s)measured for something else: .*model: analytic / "):
+        _fit(Data(CASE), profile=profile)
+    with pytest.raises(ProfileError, match=r"families of \(5,\) layers, the model has \(3,\)"):
+        _fit(Data(CASE), profile=formula_profile(2, (5,)))
+
+
+def test_a_profile_of_another_model(pool: Pool) -> None:
+    pool.run(_fit_foreign_profile, 2, timeout=60.0)
+
+
+def _sizes(world_size: int) -> tuple[tuple[int, ...], list[str]]:
+    case = replace(CASE, world_size=world_size, samples=30, batch=10)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer = _fit(Data(case), case)
+    strategy: Any = trainer.strategy
+    return strategy._prepared.world.sp_sizes, [str(w.message) for w in seen]
+
+
+def test_a_prime_world_falls_back_and_says_so(pool: Pool) -> None:
+    """The four heads of the model can be divided by no p > 1 that lets three ranks work together but 2."""
+    sizes, _ = pool.run(_sizes, 3, 3, timeout=60.0)[0]
+    assert sizes == (1, 2)
+
+
+class _SevenHeads(Module):
+    """Attention with seven heads."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.project = torch.nn.Linear(16, 7 * 4)
+
+    def values(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        x_BSC = self.project(self.net.embedding(batch["input_ids"]))
+        x_BHSD = x_BSC.unflatten(-1, (7, 4)).transpose(1, 2)
+        y_BHSD = torch.nn.functional.scaled_dot_product_attention(x_BHSD, x_BHSD, x_BHSD, is_causal=True)
+        return y_BHSD.mean((1, 3)), batch["labels"] != -100
+
+
+def _seven_heads() -> tuple[tuple[int, ...], list[str], int]:
+    case = replace(CASE, world_size=4, samples=30, batch=10)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer = _fit(Data(case), case, module=_SevenHeads(case), planner=RandomPlanner(1))
+    strategy: Any = trainer.strategy
+    return strategy._prepared.world.sp_sizes, [str(w.message) for w in seen], trainer.global_step
+
+
+def test_heads_that_nothing_divides_fall_back_and_say_so(pool: Pool) -> None:
+    """deepspeedai/DeepSpeed#6392."""
+    results = pool.run(_seven_heads, 4, timeout=60.0)
+    for sizes, _, steps in results:
+        assert sizes == (1,)
+        assert steps == 3
+    messages = [m for _, seen, _ in results for m in seen if "do not divide the attention heads" in m]
+    assert len(messages) == 1, "said once, on rank 0"
+    assert "(7, 7)" in messages[0]
+
+
+def _few() -> tuple[int, list[str], list[int]]:
+    case = replace(CASE, world_size=4, samples=2, batch=2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer = _fit(Data(case), case, planner="balanced")
+    strategy: Any = trainer.strategy
+    ids = [i for m in strategy.plan.micro_batches for i in m.sample_ids]
+    return trainer.global_step, [str(w.message) for w in seen], ids
+
+
+def test_fewer_samples_than_devices_works_and_warns_once(pool: Pool) -> None:
+    results = pool.run(_few, 4, timeout=60.0)
+    assert all(steps == 3 and sorted(ids) == [0, 1] for steps, _, ids in results)
+    warned = [m for _, seen, _ in results for m in seen if "2 samples" in m or "fewer samples" in m.lower()]
+    assert len(warned) == 1
+
+
+class _MaskOnOneRank(Module):
+    """Builds a mask of the local length, as a model does that knows nothing of sharding; only where it sees a pad."""
+
+    def values(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        x_BSC = self.net.embedding(batch["input_ids"])
+        q_BHSD = x_BSC.unflatten(-1, (4, 4)).transpose(1, 2)
+        mask = None
+        if not batch["attention_mask"].all():
+            s = q_BHSD.shape[2]
+            mask = torch.ones(s, s, dtype=torch.bool).tril()
+        y = torch.nn.functional.scaled_dot_product_attention(q_BHSD, q_BHSD, q_BHSD, attn_mask=mask)
+        return y.mean((1, 3)), batch["labels"] != -100
+
+
+def _fit_mask_on_one_rank() -> None:
+    case = replace(CASE, sp_sizes=(2,))
+    _fit(Data(case), case, module=_MaskOnOneRank(case), planner=_Pairs(), profile=formula_profile(2, (LAYERS,)))
+
+
+class _Pairs(RandomPlanner):
+    """Every micro-batch on both ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def plan(self, request: Any) -> Any:
+        wide = tuple(b for b in request.world.blocks if b[1] == 2)
+        world = replace(request.world, blocks=wide)
+        return super().plan(replace(request, world=world))
+
+
+def test_a_mask_that_one_shard_refuses_hangs_nobody(pool: Pool) -> None:
+    """What one rank finds inside an exchange is raised on both, after the micro-batch."""
+    _raised(pool, "mask", _fit_mask_on_one_rank, 2)
+
+
+def test_numpy_integers_as_lengths_are_welcome() -> None:
+    data = Data(CASE)
+    data.setup()
+    assert data.train_dataloader().shapes.dtype == np.int64
