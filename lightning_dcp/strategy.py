@@ -38,6 +38,7 @@ from lightning_dcp.upstream import (
     set_log_batch_size,
     skip_zero_grad,
     steps_pass_transfer_hooks,
+    train_loader,
 )
 
 T = TypeVar("T")
@@ -199,7 +200,8 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         super().setup(trainer)
         self._before_transfer = self._hooks.enter_context(steps_pass_transfer_hooks(module))
         if trainer.state.fn == TrainerFn.FITTING:
-            trainer.fit_loop.setup_data()
+            # Not by fit_loop.setup_data(): it would read the first step of a loader without a length.
+            self._loader = self._loader or train_loader(trainer)
             self._setup_steps(trainer, self._need_loader())
 
     def _setup_steps(self, trainer: pl.Trainer, loader: DCPLoader) -> None:
@@ -320,8 +322,10 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         return checkpoint
 
     def teardown(self) -> None:
-        """Give the module back as it was."""
+        """Give the module back as it was, and stop the loader's workers."""
         self._hooks.close()
+        if self._loader is not None:
+            self._loader.close()
         super().teardown()
 
     @classmethod

@@ -10,6 +10,14 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_dcp.data.batch import DCPBatch
+from lightning_dcp.data.loader import DCPLoader
+
+
+def train_loader(trainer: pl.Trainer) -> DCPLoader | None:
+    """The train loader before the Trainer asks for it; ``DCPDataModule`` gives the same object again then."""
+    source = trainer.fit_loop._data_source
+    loader = source.dataloader() if source.is_defined() else None
+    return loader if isinstance(loader, DCPLoader) else None
 
 
 def skip_zero_grad(closure: Any) -> None:

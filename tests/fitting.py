@@ -127,8 +127,9 @@ class Samples(Dataset[dict[str, Any]]):
 class Data(DCPDataModule):
     """The samples as a data module."""
 
-    def __init__(self, case: Case, **kwargs: Any) -> None:
-        super().__init__(global_batch_size=case.batch, seed=case.seed, **kwargs)
+    def __init__(self, case: Case, tokens: int | None = None, **kwargs: Any) -> None:
+        samples = case.batch if tokens is None else None
+        super().__init__(global_batch_size=samples, global_batch_tokens=tokens, seed=case.seed, **kwargs)
         self.case = case
 
     def setup(self, stage: str | None = None) -> None:

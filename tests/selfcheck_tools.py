@@ -209,12 +209,30 @@ class Noise(nn.Module):
         return x_BSC + torch.randn_like(x_BSC)
 
 
+class DropPath(nn.Module):
+    """Drops whole tokens, without any function named dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_prob = 0.3
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        return x_BSC * (torch.rand(x_BSC.shape[:2]) >= self.drop_prob).unsqueeze(-1)
+
+
+class OwnDropout(nn.Dropout):
+    """A dropout module with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * torch.bernoulli(torch.full_like(input, 1.0 - self.p))
+
+
 class ManyDropouts(Stack):
     """Dropout in every place where it may be kept."""
 
     def __init__(self) -> None:
         super().__init__("dropped")
-        self.front = nn.Sequential(nn.Dropout(0.3), nn.AlphaDropout(0.1))
+        self.front = nn.Sequential(nn.Dropout(0.3), nn.AlphaDropout(0.1), DropPath(), OwnDropout(0.2))
         self.embedding_dropout = 0.2
         self.multi = nn.MultiheadAttention(24, 6, dropout=0.4, batch_first=True)
 

@@ -17,7 +17,17 @@ from torch.utils.data import DataLoader
 
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.protocol import PlanRequest
-from tests.fitting import Case, Data, Module, fit_single, formula_profile, make_strategy, make_trainer, weights_of
+from tests.fitting import (
+    Case,
+    Data,
+    Module,
+    Samples,
+    fit_single,
+    formula_profile,
+    make_strategy,
+    make_trainer,
+    weights_of,
+)
 from tests.pool import Pool
 
 
@@ -377,6 +387,48 @@ def _fit_csv(case: Case, folder: str) -> list[str]:
     )
     trainer.fit(Module(case), datamodule=Data(case))
     return plans
+
+
+class _TokenData(Data):
+    """Steps of a number of tokens: their number differs between epochs."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, tokens=60)
+
+
+def _fit_tokens(folder: str, resume: str | None) -> list[tuple[int, list[int]]]:
+    case = Case(world_size=2, samples=14, steps=-1, seed=9)
+    trained: list[tuple[int, list[int]]] = []
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            plan = trainer.strategy.plan  # type: ignore[attr-defined]
+            ids = [i for m in plan.micro_batches for i in m.sample_ids]
+            trained.append((trainer.current_epoch, sorted(ids)))
+
+    saver = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        make_strategy(case), case, devices=2, max_epochs=3, callbacks=[Keep(), saver], enable_checkpointing=True
+    )
+    trainer.fit(Module(case), datamodule=_TokenData(case), ckpt_path=resume)
+    return trained
+
+
+def test_steps_of_a_number_of_tokens(pool: Pool, tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#18023: every epoch runs to its end, also when resumed in its middle."""
+    whole = pool.run(_fit_tokens, 2, str(tmp_path), None, timeout=120.0)
+    assert whole[0] == whole[1]
+    lengths = Samples(Case(samples=14, seed=9)).lengths
+    for epoch in range(3):
+        steps = [ids for e, ids in whole[0] if e == epoch]
+        assert sorted(i for ids in steps for i in ids) == list(range(14))
+        assert all(len(ids) == 1 or sum(int(lengths[i]) for i in ids) <= 60 for ids in steps)
+    assert len({sum(e == epoch for e, _ in whole[0]) for epoch in range(3)}) > 1, "the epochs are equally long"
+    for step in (1, 5):
+        again = pool.run(
+            _fit_tokens, 2, str(tmp_path / "again"), str(tmp_path / f"step={step}.ckpt"), timeout=120.0
+        )
+        assert again[0] == whole[0][step:]
 
 
 def test_a_loader_that_is_none_of_ours_is_refused(pool: Pool) -> None:
