@@ -345,6 +345,14 @@ class InsistsOnHalf(Language):
         return super().training_step(batch, _index)
 
 
+class Poisoned(Language):
+    """Wrong with padding: not a number, though with the right count."""
+
+    def training_step(self, batch: Batch, _index: int) -> Any:
+        poison = torch.where(batch["attention_mask"].all(), 1.0, float("nan"))
+        return super().training_step(batch, _index) * poison
+
+
 class MaskWhereNeeded(Language):
     """Right: a mask on those ranks only that hold padding."""
 

@@ -126,7 +126,7 @@ def test_attention_without_the_known_function(pool: Pool) -> None:
 def test_ranks_that_disagree_on_the_mask(pool: Pool) -> None:
     exact, sizes, recompute, text = _found(pool, tools.Stack, kind="own choice")
     assert (exact, sizes, recompute) == (False, (1,), True)
-    assert "mask" in text
+    assert "the ranks of a group disagree on an attention mask" in text
     assert "'layers.0' (Mixer)" in text
 
 
@@ -171,6 +171,15 @@ def test_mean_over_tokens(pool: Pool) -> None:
     exact, sizes, recompute, text = _found(pool, tools.MeanStack)
     assert (exact, sizes, recompute) == (True, (1,), True)
     assert text.count("the output of 'front' (TokenMean)") == 2
+
+
+def test_padding_that_is_no_number(pool: Pool) -> None:
+    """Without padding sizes can be compared where they divide a length."""
+    exact, sizes, recompute, text = _found(pool, tools.Poisoned, Setting(shapes=((12,), (6,))))
+    assert (exact, sizes, recompute) == (True, (1, 2), True)
+    assert "changes the gradient" in text
+    exact, sizes, recompute, _ = _found(pool, tools.Poisoned, Setting(shapes=((11,), (5,))))
+    assert (exact, sizes, recompute) == (True, (1,), True)
 
 
 def test_shard_without_a_label(pool: Pool) -> None:

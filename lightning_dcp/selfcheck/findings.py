@@ -40,6 +40,7 @@ class Findings:
         self._together = Result()
         self._padding = True
         self._random: bool | None = None
+        self._unsharded: dict[tuple[Row, ...], Result] = {}
         self._valid: dict[int, tuple[tuple[Row, ...], Result]] = {}
 
     def usable(self) -> bool:
@@ -89,12 +90,11 @@ class Findings:
         sizes = self._bench.world.sp_sizes[1:]
         if not sizes or self._random:
             return (1,)
-        rows = self._sharded_rows()
-        whole = self._bench.run(Case(rows=rows))
         faults: list[str] = []
         for size in sizes:
+            rows = self._sharded_rows(size)
             result = self._bench.run(Case(rows=rows, sp_size=size))
-            fault = self._fault(result, whole)
+            fault = self._fault(result, self._whole(rows))
             if not fault:
                 self._valid[size] = (rows, result)
             elif self._depends_on_seed():
@@ -165,9 +165,19 @@ class Findings:
                 )
         return self._random
 
-    def _sharded_rows(self) -> tuple[Row, ...]:
-        """Micro-batches for the comparison of sizes: padded even where padding is no freedom, on both sides."""
-        if self._together.problems:
-            return self._samples.padded_singles
-        # The short sample alone, much padded, leaves some shards without any item.
-        return (self._samples.pair, self._samples.padded_singles[0]) if self._padding else (self._samples.pair,)
+    def _sharded_rows(self, size: int) -> tuple[Row, ...]:
+        """Micro-batches for the comparison of a size with one rank, like those that plans may hold."""
+        if self._padding:
+            # The short sample alone, much padded, leaves some shards without any item.
+            return (self._samples.pair, self._samples.padded_singles[0])
+        unpadded = tuple(row for row in self._samples.singles if row.padded_shape[0] % size == 0)
+        if unpadded:
+            return unpadded
+        # Padded on both sides: what padding does to them is the same.
+        return self._samples.padded_singles if self._together.problems else (self._samples.pair,)
+
+    def _whole(self, rows: tuple[Row, ...]) -> Result:
+        """The same micro-batches on one rank."""
+        if rows not in self._unsharded:
+            self._unsharded[rows] = self._bench.run(Case(rows=rows))
+        return self._unsharded[rows]

@@ -78,7 +78,7 @@ def _void(outcome: StepOutcome, gradients: Sequence[Tensor | None]) -> list[str]
     """Why a micro-batch that did not raise is void all the same."""
     problems = list(dict.fromkeys(outcome.context.failures))
     if outcome.context.masks_differ is not None and bool(outcome.context.masks_differ.any()):
-        problems.append("an attention mask was given on some ranks of the group only")
+        problems.append("the ranks of a group disagree on an attention mask")
     if outcome.suspicious and not all(bool(g.isfinite().all()) for g in gradients if g is not None):
         problems.append(
             "the gradient of a shard without a valid label is not finite; return "
