@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.pool import Pool
