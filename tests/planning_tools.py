@@ -89,7 +89,7 @@ def _check_micro_batch(m: MicroBatch, asked: PlanRequest) -> None:
     assert m.bytes <= limits.memory_bytes
     assert m.batch_size <= (limits.max_batch_size or m.batch_size)
     assert m.padded_tokens // p <= (limits.max_tokens or m.padded_tokens)
-    assert not limits.exact_shapes or len(set(m.shapes)) == 1
+    assert not limits.exact_shapes or set(m.shapes) == {m.padded_shape}
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -117,6 +117,8 @@ def optimum(asked: PlanRequest) -> int:
             return None
         longest = [max(axis) for axis in zip(*shapes, strict=True)]
         shape = (-(-longest[0] // p) * p, *longest[1:])
+        if limits.exact_shapes and shape != shapes[0]:
+            return None
         tokens = len(members)
         for axis in shape:
             tokens *= axis

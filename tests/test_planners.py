@@ -29,7 +29,7 @@ from lightning_dcp.planners import (
 )
 from lightning_dcp.planners.assembly import Placement, raise_micro_batches
 from lightning_dcp.planners.bound import Shares
-from lightning_dcp.planners.tables import Tables
+from lightning_dcp.planners.tables import NEVER, Tables
 from lightning_dcp.topology import World, legal_sp_sizes
 from tests.planning_tools import COST, SIZES, MiB, check, optimum, partitions, request, requests, texts
 from tests.synthetic import analytic_profile
@@ -167,6 +167,16 @@ def test_bound_is_tight_where_nothing_is_lost() -> None:
     assert Balanced().plan(asked).gap == 0.0
 
 
+@pytest.mark.parametrize("batch_size", [9, 11, 13, 27])
+def test_bound_covers_batch_sizes_that_are_not_tabled(batch_size: int) -> None:
+    asked = request(texts(*[40] * batch_size), 1, max_batch_size=batch_size)
+    assert batch_size not in COST.batch_sizes(batch_size)
+    plan = Static(batch_size=batch_size).plan(asked)
+    assert plan.makespan == COST.nanoseconds(batch_size, (40,), 1, (0,)) < Balanced().plan(asked).makespan
+    # Rounded down for each sample, by less than the slack of each layer.
+    assert 0 <= plan.makespan - plan.lower_bound <= batch_size * 10
+
+
 def test_bound_is_at_least_the_longest_sample_alone() -> None:
     asked = request(texts(4000, 10, 10), 4, memory=10_000 * MiB)
     fastest = min(COST.nanoseconds(1, (-(-4000 // p) * p,), p, (0,)) for p in asked.world.sp_sizes)
@@ -275,6 +285,38 @@ def test_caps_of_the_user(planner: Planner) -> None:
     plan = planner.plan(tokens)
     check(plan, tokens)
     assert max(m.padded_tokens for m in plan.micro_batches) <= 130
+
+
+def test_with_exact_shapes_nothing_is_padded() -> None:
+    """Not to a multiple of the group's size either: a model that minds padding minds that too."""
+    long = (12001,)
+    for length, exact, widest in ((12001, True, 1), (12001, False, 4), (12000, True, 4)):
+        asked = request(texts(length), 4, memory=10_000 * MiB, exact_shapes=exact)
+        plan = Balanced().plan(asked)
+        check(plan, asked)
+        assert [m.sp_size for m in plan.micro_batches] == [widest]
+    memory = COST.bytes(1, long, 1, (3,)) - 1
+    tight = request([long], 4, memory=memory, exact_shapes=True)
+    with pytest.raises(InfeasibleError, match=rf"at least {memory + 1} bytes per rank \(sp_size 1"):
+        Balanced().plan(tight)
+    with pytest.raises(InfeasibleError, match=r"would be padded on \(4,\) ranks .* divide the first axis"):
+        Static(sp_size=4).plan(request([long], 4, memory=10_000 * MiB, exact_shapes=True))
+
+
+@pytest.mark.parametrize("max_tokens", [None, 2, 3, 5, 6])
+def test_samples_shorter_than_their_group_are_tabled_as_they_are_padded(max_tokens: int | None) -> None:
+    """A shard has two places or more, so 3 tokens on 4 ranks are 8 places; the lower bound counts 4."""
+    rows = tuple(replace(m, constant_time=m.constant_time // m.sp_size**3) for m in COST.profile.measurements)
+    rows = tuple(replace(m, forward=(1,), backward=(1,)) for m in rows if m.sp_size in (1, 4))
+    cost = CostModel(replace(COST.profile, measurements=rows))
+    asked = request(texts(*[3] * 8), 4, cost=cost, max_tokens=max_tokens)
+    plan = Balanced().plan(asked)
+    check(plan, asked)
+    assert {m.padded_shape for m in plan.micro_batches} == {(8,)}, "the wide group must pay for this to mean much"
+    tables = Tables.build(asked, Shares.build(asked))
+    fits = max_tokens is None or max_tokens >= 4
+    assert (int(tables.times[4][1, 0]) < NEVER) is fits
+    assert int(tables.times[4][0, 0]) == cost.nanoseconds(1, (8,), 4, (0,))
 
 
 def test_max_step_factor_changes_nothing_for_given_samples() -> None:

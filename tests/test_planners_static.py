@@ -165,6 +165,27 @@ def test_replay_refuses_what_does_not_fit_this_run(tmp_path: Path) -> None:
             replay.plan(replace(asked, **change))
 
 
+def test_replay_refuses_what_was_switched_off_since(tmp_path: Path) -> None:
+    asked = request(texts(3000, 2999), 2, memory=40 * MiB)
+    replay = saved(tmp_path / "plans.jsonl", Static().plan(asked))
+    none = replace(asked, limits=replace(asked.limits, recompute="none"))
+    with pytest.raises(PlanError, match=r"recomputes \(\d,\) layers, which this run does not allow"):
+        replay.plan(none)
+    wide = saved(tmp_path / "plans.jsonl", Static(sp_size=2).plan(asked))
+    exact = replace(asked, limits=replace(asked.limits, exact_shapes=True))
+    with pytest.raises(PlanError, match=r"samples \[11\] pads them"):
+        wide.plan(exact)
+    single = Static(sp_size=2).plan(request(texts(2), 2))
+    short = replace(single, micro_batches=(replace(single.micro_batches[0], padded_shape=(2,)),))
+    with pytest.raises(PlanError, match=r"gives 2 ranks 2 places, 4 are the least"):
+        saved(tmp_path / "plans.jsonl", short).plan(request(texts(2), 2))
+
+
+def test_replay_of_a_step_without_samples(tmp_path: Path) -> None:
+    asked = request([], 2)
+    assert saved(tmp_path / "plans.jsonl", Balanced().plan(asked)).plan(asked).micro_batches == ()
+
+
 def test_replay_refuses_more_layers_than_the_model_has(tmp_path: Path) -> None:
     asked = request(texts(3000), 1, memory=16 * 4 * MiB)
     plan = Static().plan(asked)

@@ -51,10 +51,11 @@ def pad(shapes: Sequence[Shape], sp_size: int) -> Shape:
     ``is_causal`` for queries of length one would silently attend to what follows.
     """
     first, *rest = (max(axis) for axis in zip(*shapes, strict=True))
-    return (round_up(max(first, _shortest(sp_size)), sp_size), *rest)
+    return (round_up(max(first, shortest(sp_size)), sp_size), *rest)
 
 
-def _shortest(sp_size: int) -> int:
+def shortest(sp_size: int) -> int:
+    """Least length of the first axis that ``sp_size`` ranks share; see :func:`pad`."""
     return 2 * sp_size if sp_size > 1 else 1
 
 
@@ -71,7 +72,7 @@ def padded_tokens(shapes: IntArray, sp_size: int) -> IntArray:
         sp_size: ``p``.
     """
     tokens = round_up_all(shapes, sp_size)
-    least = _shortest(sp_size) * shapes[..., 1:].prod(axis=-1)
+    least = shortest(sp_size) * shapes[..., 1:].prod(axis=-1)
     return np.asarray(np.maximum(tokens, least), dtype=np.int64)
 
 
@@ -84,11 +85,31 @@ def round_up_all(shapes: IntArray, sp_size: int) -> IntArray:
     return np.asarray(first * shapes[..., 1:].prod(axis=-1), dtype=np.int64)
 
 
-def settings_within(request: PlanRequest, sp_size: int, batch_size: IntArray, tokens: IntArray) -> Settings:
-    """:meth:`CostModel.settings` under all limits of the request: memory, ``max_batch_size``, ``max_tokens``."""
-    limits = request.limits
+def may_share(limits: Limits, sp_size: int, shapes: IntArray) -> NDArray[np.bool_]:
+    """Whether samples may run on ``sp_size`` ranks: with ``exact_shapes`` only where nothing is padded.
+
+    Args:
+        limits: limits of the request.
+        sp_size: ``p``.
+        shapes: sizes, shape ``[..., axes]``.
+    """
+    unpadded = padded_tokens(shapes, sp_size) == shapes.prod(axis=-1)
+    return np.asarray(unpadded | (not limits.exact_shapes))
+
+
+def settings_within(request: PlanRequest, sp_size: int, batch_size: IntArray, largest: IntArray) -> Settings:
+    """:meth:`CostModel.settings` under all limits of the request, not of memory alone.
+
+    Args:
+        request: cost model and limits.
+        sp_size: ``p``.
+        batch_size: samples of each micro-batch.
+        largest: largest size of its samples on each axis, shape ``[..., axes]``; padded here as plans are.
+    """
+    limits, tokens = request.limits, padded_tokens(largest, sp_size)
     found = request.cost.settings(sp_size, batch_size, tokens, limits.memory_bytes, limits.recompute)
-    time = np.where(exceeds(limits, sp_size, batch_size, tokens), INFEASIBLE, found.nanoseconds)
+    refused = exceeds(limits, sp_size, batch_size, tokens) | ~may_share(limits, sp_size, largest)
+    time = np.where(refused, INFEASIBLE, found.nanoseconds)
     return Settings(nanoseconds=time, bytes=found.bytes, recompute=found.recompute)
 
 
@@ -111,7 +132,7 @@ def check_feasible(request: PlanRequest, sp_sizes: Sequence[int]) -> None:
     shapes = np.asarray(request.shapes, dtype=np.int64)
     fits = np.zeros(len(shapes), dtype=bool)
     for p in sp_sizes:
-        fits |= settings_within(request, p, np.asarray(1), padded_tokens(shapes, p)).nanoseconds < INFEASIBLE
+        fits |= settings_within(request, p, np.asarray(1), shapes).nanoseconds < INFEASIBLE
     if not fits.all():
         raise_infeasible(request, int(np.argmin(fits)), sp_sizes)
 
@@ -124,6 +145,14 @@ def raise_infeasible(request: PlanRequest, position: int, sp_sizes: Sequence[int
     """
     limits, shape = request.limits, request.shapes[position]
     name = f"sample {request.sample_ids[position]} of shape {shape} ({prod(shape)} tokens)"
+    unpadded = [p for p in sp_sizes if may_share(limits, p, np.asarray(shape, dtype=np.int64))]
+    if not unpadded:
+        raise InfeasibleError(
+            f"{name} would be padded on {tuple(sp_sizes)} ranks (sp_sizes), and padding changes what this model "
+            "computes; allowed are one rank and sizes that divide the first axis into parts of two places or more. "
+            "Make the model ignore padding (attention_mask), allow such a size, or leave such samples out"
+        )
+    sp_sizes = unpadded
     least, best = min((_least_bytes(request, shape, p), p) for p in sp_sizes)
     if least > limits.memory_bytes:
         raise InfeasibleError(
@@ -145,26 +174,30 @@ def _least_bytes(request: PlanRequest, shape: Shape, sp_size: int) -> int:
     return int(request.cost.settings(sp_size, np.asarray(1), tokens, limit, request.limits.recompute).bytes)
 
 
+def largest_of(request: PlanRequest, members: Sequence[int]) -> Shape:
+    """Largest size on each axis among samples, given by their positions in the request."""
+    return tuple(max(axis) for axis in zip(*(request.shapes[i] for i in members), strict=True))
+
+
 def assemble(request: PlanRequest, placements: Sequence[Placement], lower_bound: int = 0) -> IterationPlan:
     """The plan of these placements, each with the fewest recomputed layers that fit.
 
     Raises:
         InfeasibleError: a placement does not fit the limits.
     """
-    padded = [pad([request.shapes[i] for i in item.members], item.sp_size) for item in placements]
+    largest = [largest_of(request, item.members) for item in placements]
     built: dict[int, MicroBatch] = {}
     for p in sorted({item.sp_size for item in placements}):
         rows = [k for k, item in enumerate(placements) if item.sp_size == p]
         sizes = np.asarray([len(placements[k].members) for k in rows], dtype=np.int64)
-        tokens = np.asarray([prod(padded[k]) for k in rows], dtype=np.int64)
-        found = settings_within(request, p, sizes, tokens)
+        found = settings_within(request, p, sizes, np.asarray([largest[k] for k in rows], dtype=np.int64))
         for row, k in enumerate(rows):
             if found.nanoseconds[row] >= INFEASIBLE:
                 raise_infeasible(request, max(placements[k].members, key=lambda i: prod(request.shapes[i])), (p,))
             built[k] = MicroBatch(
                 sample_ids=tuple(request.sample_ids[i] for i in placements[k].members),
                 shapes=tuple(request.shapes[i] for i in placements[k].members),
-                padded_shape=padded[k],
+                padded_shape=pad([largest[k]], p),
                 first_rank=placements[k].first_rank,
                 sp_size=p,
                 recompute=tuple(int(r) for r in found.recompute[row]),

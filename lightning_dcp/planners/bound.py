@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
-from lightning_dcp.planners.assembly import check_feasible, exceeds, round_up_all, usable_sp_sizes
+from lightning_dcp.planners.assembly import check_feasible, exceeds, may_share, round_up_all, usable_sp_sizes
 from lightning_dcp.planners.protocol import PlanRequest
 
 _ROWS = 4
@@ -61,11 +61,15 @@ class Shares:
 
 def _options(request: PlanRequest, sp_size: int, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
     """Nanoseconds and nanoseconds per sample, both ``[K, n]``, of ``b`` from ``low[k]`` to ``high[k]``."""
-    tokens = round_up_all(np.asarray(request.shapes, dtype=np.int64), sp_size)
+    shapes = np.asarray(request.shapes, dtype=np.int64)
+    tokens = round_up_all(shapes, sp_size)
     time = np.full((len(low), len(tokens)), INFEASIBLE, dtype=np.int64)
     share = np.zeros_like(time)
-    limits, active = request.limits, np.arange(len(tokens))
+    limits = request.limits
+    active = np.flatnonzero(may_share(limits, sp_size, shapes))
     for start in range(0, len(low), _ROWS):
+        if not len(active):
+            break
         rows = slice(start, start + _ROWS)
         ends = low[rows, None], high[rows, None]
         first, each = request.cost.least_share(
@@ -75,8 +79,6 @@ def _options(request: PlanRequest, sp_size: int, low: IntArray, high: IntArray) 
         time[rows, active], share[rows, active] = first, each
         # What does not fit with b samples does not fit with more.
         active = active[first[-1] < INFEASIBLE]
-        if not len(active):
-            break
     return time, share
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_dcp.planners.assembly import padded_tokens, settings_within
+from lightning_dcp.planners.assembly import settings_within
 from lightning_dcp.planners.protocol import PlanRequest
 from lightning_dcp.planners.schedule import Item, Schedule
 from lightning_dcp.planners.tables import NEVER, Tables
@@ -92,8 +92,7 @@ class Improver:
         key = (sp_size, start, batch_size)
         if key not in self.cache:
             largest = self.tables.shapes[start : start + batch_size].max(axis=0)
-            tokens = padded_tokens(largest, sp_size)
-            found = settings_within(self.request, sp_size, np.asarray(batch_size), tokens).nanoseconds
+            found = settings_within(self.request, sp_size, np.asarray(batch_size), largest).nanoseconds
             self.cache[key] = min(int(found), NEVER)
         return self.cache[key]
 

@@ -21,7 +21,8 @@ class Limits:
         min_micro_batches: ``G_min`` (paper, Appendix C).
         max_step_factor: ``G_max`` (paper, Appendix C).
         recompute: ``"auto"``, ``"none"`` or ``"full"``.
-        exact_shapes: only samples of equal shape share a micro-batch (the model's result depends on padding).
+        exact_shapes: nothing is padded, since the model's result depends on it: only samples of equal shape share a
+            micro-batch, on a group whose size divides their first axis.
         packing: micro-batches may hold samples of mixed lengths in one row.
     """
 

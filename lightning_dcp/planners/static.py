@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +15,11 @@ from lightning_dcp.plan import IterationPlan, MicroBatch, PlanError
 from lightning_dcp.planners.assembly import (
     Placement,
     assemble,
-    pad,
+    largest_of,
     raise_infeasible,
     raise_micro_batches,
     settings_within,
+    shortest,
     usable_sp_sizes,
 )
 from lightning_dcp.planners.bound import lower_bound
@@ -128,10 +128,11 @@ def _fitting(request: PlanRequest, chunks: list[tuple[int, ...]], sp_size: int) 
 
 
 def _times(request: PlanRequest, chunks: list[tuple[int, ...]], sp_size: int) -> list[int]:
+    if not chunks:
+        return []
     sizes = np.asarray([len(chunk) for chunk in chunks], dtype=np.int64)
-    padded = [pad([request.shapes[i] for i in chunk], sp_size) for chunk in chunks]
-    tokens = np.asarray([prod(shape) for shape in padded], dtype=np.int64)
-    return [int(t) for t in settings_within(request, sp_size, sizes, tokens).nanoseconds]
+    largest = np.asarray([largest_of(request, chunk) for chunk in chunks], dtype=np.int64)
+    return [int(t) for t in settings_within(request, sp_size, sizes, largest).nanoseconds]
 
 
 class Replay:
@@ -182,7 +183,7 @@ class Replay:
             raise PlanError(
                 f"the saved plan of {step} is for {plan.world_size} ranks; this run has {request.world.world_size}"
             )
-        peak = max(m.bytes for m in plan.micro_batches)
+        peak = max((m.bytes for m in plan.micro_batches), default=0)
         if peak > request.limits.memory_bytes:
             raise PlanError(
                 f"the saved plan of {step} needs {peak} bytes per rank; the limit is "
@@ -202,12 +203,30 @@ class Replay:
                 f"the saved plan of samples {_some(m.sample_ids)} uses ranks {m.ranks.start}..{m.ranks.stop - 1}; "
                 "this run has no such group"
             )
+        self._check_freedoms(m, request)
         layers = request.cost.num_layers
         if len(m.recompute) != len(layers) or any(r > n for r, n in zip(m.recompute, layers, strict=True)):
             raise PlanError(
                 f"the saved plan of samples {_some(m.sample_ids)} recomputes {m.recompute} layers; "
                 f"this model has {layers}"
             )
+
+    def _check_freedoms(self, m: MicroBatch, request: PlanRequest) -> None:
+        """Refuse what may be switched off since the plan was saved: with it the model's result would depend on it."""
+        found = (
+            (request.limits.exact_shapes and set(m.shapes) != {m.padded_shape}, "pads them"),
+            (request.limits.recompute == "none" and any(m.recompute), f"recomputes {m.recompute} layers"),
+            (
+                m.padded_shape[0] < shortest(m.sp_size),
+                f"gives {m.sp_size} ranks {m.padded_shape[0]} places, {shortest(m.sp_size)} are the least",
+            ),
+        )
+        for refused, reason in found:
+            if refused:
+                raise PlanError(
+                    f"the saved plan of samples {_some(m.sample_ids)} {reason}, which this run does not allow; "
+                    "use another planner, or the settings that the plan was saved under"
+                )
 
 
 def _some(ids: tuple[int, ...]) -> str:

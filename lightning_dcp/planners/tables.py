@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.cost import IntArray
-from lightning_dcp.planners.assembly import padded_tokens, settings_within
+from lightning_dcp.planners.assembly import padded_tokens, round_up_all, settings_within
 from lightning_dcp.planners.bound import Shares
 from lightning_dcp.planners.protocol import PlanRequest
 
@@ -44,15 +44,10 @@ class Tables:
         shapes = shapes[order]
         sizes = options.batch_sizes
         legal = np.stack([_legal(shapes, b, request.limits.exact_shapes) for b in sizes.tolist()])
-        times = {p: alone[:, order] for p, alone in options.alone.items()}
-        if shapes.shape[1] > 1:
-            # With one axis the first sample of a run is the largest; with more the run may be larger than each.
-            largest = np.stack([_window_max(shapes, b) for b in sizes.tolist()])
-            times = {
-                p: settings_within(request, p, sizes[:, None], padded_tokens(largest, p)).nanoseconds
-                for p in times
-            }
-        times = {p: np.where(legal, np.minimum(found, NEVER), NEVER) for p, found in times.items()}
+        times = {
+            p: np.where(legal, np.minimum(_run_times(request, p, sizes, shapes, alone[:, order]), NEVER), NEVER)
+            for p, alone in options.alone.items()
+        }
         return cls(order=order, shapes=shapes, sp_sizes=tuple(times), batch_sizes=sizes, times=times)
 
     def partition(self, sp_size: int, low: int, high: int, cap: int) -> list[tuple[int, int, int]]:
@@ -80,6 +75,18 @@ class Tables:
             cuts.append((low + i, int(self.batch_sizes[k]), int(times[k, i])))
             i += int(self.batch_sizes[k])
         return cuts
+
+
+def _run_times(request: PlanRequest, sp_size: int, sizes: IntArray, shapes: IntArray, alone: IntArray) -> IntArray:
+    """Nanoseconds of the ``b`` samples from ``i`` on as they are padded in a plan, shape ``[K, n]``.
+
+    With one axis the first sample of a run is the largest, so its own time holds, unless it is so short that plans
+    pad it further than the lower bound may. With more axes a run may be larger than each of its samples.
+    """
+    if shapes.shape[1] == 1 and (padded_tokens(shapes, sp_size) == round_up_all(shapes, sp_size)).all():
+        return alone
+    largest = np.stack([_window_max(shapes, b) for b in sizes.tolist()])
+    return settings_within(request, sp_size, sizes[:, None], largest).nanoseconds
 
 
 def _window_max(shapes: IntArray, width: int) -> IntArray:
