@@ -32,7 +32,7 @@ class _Tally:
     def add(self, outcome: StepOutcome) -> None:
         # Sums in float64: a long step adds up many values of different size.
         self.count = self.count + _double(outcome.count)
-        self.loss_sum = self.loss_sum + _double(outcome.objective.detach())
+        self.loss_sum = self.loss_sum + _double(outcome.objective)
 
     def close(self, running: RunningMicroBatch) -> None:
         """Take over what the exchanges of a finished micro-batch reported."""
@@ -44,7 +44,7 @@ class _Tally:
 
 
 def _double(value: float | Tensor) -> float | Tensor:
-    return value.to(torch.float64) if isinstance(value, Tensor) else value
+    return value.detach().to(torch.float64) if isinstance(value, Tensor) else value
 
 
 class StepExecutor:
@@ -184,7 +184,7 @@ class StepExecutor:
             epoch=item.epoch,
             step=item.step,
             plan=item.plan.iteration,
-            loss=totals.loss_sum / max(totals.count, 1.0),
+            loss=totals.loss_sum / totals.count if totals.count > 0 else 0.0,
             count=totals.count,
             spans=spans,
             seconds=seconds,

@@ -19,7 +19,7 @@ class StepError(RuntimeError):
 
 
 _HALF = 20
-"""Bits of each half of a digest; squares of halves summed over a million ranks stay exact in float64."""
+"""Bits of each half of a digest; squares of halves summed over 8192 ranks stay exact in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,12 @@ sequence-parallel group, its recompute depth and its random numbers. Only that g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_dcp.data.batch import Batch
@@ -104,7 +105,6 @@ class MicroBatchRunner:
         hooks: sharding and counting.
         seed: seed of the run's random numbers.
         loss: how losses combine.
-        precision: context manager factory around a ``training_step`` (the precision plugin's).
     """
 
     def __init__(
@@ -116,7 +116,6 @@ class MicroBatchRunner:
         hooks: BatchHooks,
         seed: int,
         loss: LossSettings | None = None,
-        precision: Callable[[], Any] = nullcontext,
     ) -> None:
         self.module = module
         self.groups = groups
@@ -124,7 +123,9 @@ class MicroBatchRunner:
         self.hooks = hooks
         self.seed = seed
         self.loss = loss or LossSettings()
-        self._precision = precision
+        # Asked now: whoever watches training_step for a while may replace it by something that takes anything.
+        step: Callable[..., Any] | None = getattr(module, "training_step", None)
+        self._takes_index = step is not None and is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
     @contextmanager
     def open(
@@ -171,9 +172,9 @@ class MicroBatchRunner:
         self, micro_batch: MicroBatch, batch: Batch, *, epoch: int = 0, step: int = 0
     ) -> Iterator[StepOutcome]:
         """Run ``training_step`` outside of the Trainer's loop; the backward belongs inside the block."""
+        index = (0,) if self._takes_index else ()
         with self.open(micro_batch, batch, epoch=epoch, step=step) as running:
-            with self._precision():
-                result = self.module.training_step(running.shard, 0)  # type: ignore[operator]
+            result = self.module.training_step(running.shard, *index)  # type: ignore[operator]
             yield self.outcome(running, result)
 
     def count(self, shard: Batch, context: MicroBatchContext) -> tuple[float, bool]:

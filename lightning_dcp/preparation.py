@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from lightning_dcp.cost import CostModel, IntArray, Profile, RecomputePolicy
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.lengths import shape_of
 from lightning_dcp.data.loader import DCPLoader, PlanningContext
+from lightning_dcp.data.module import DCPDataModule
 from lightning_dcp.execution import LossSettings, MicroBatchRunner
 from lightning_dcp.memory import memory_bytes
 from lightning_dcp.plan import MicroBatch
@@ -25,7 +26,7 @@ from lightning_dcp.recompute import RecomputeSwitch, find_families
 from lightning_dcp.selfcheck import Freedoms, self_check
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
 from lightning_dcp.sequence_parallel.interception import AttentionRecorder
-from lightning_dcp.topology import World, legal_sp_sizes
+from lightning_dcp.topology import World
 
 SelfCheck = bool | Literal["strict"]
 
@@ -123,37 +124,26 @@ def prepare(
         return transfer(loader.load(micro_batch))
 
     switch = RecomputeSwitch(find_families(module, settings.layers))
+
+    def runner_over(groups: ProcessGroups) -> MicroBatchRunner:
+        return MicroBatchRunner(
+            module=module,
+            groups=groups,
+            recompute=switch,
+            hooks=loader.hooks,
+            seed=loader.sampler.seed,
+            loss=_loss_settings(settings.loss, loader),
+        )
+
     planner = create(settings.planner)
-    single = MicroBatchRunner(
-        module=module,
-        groups=ProcessGroups([(rank, 1) for rank in range(site.world_size)]),
-        recompute=switch,
-        hooks=loader.hooks,
-        seed=loader.sampler.seed,
-        loss=settings.loss,
-    )
+    single = runner_over(ProcessGroups([(rank, 1) for rank in range(site.world_size)]))
     sizes = _sp_sizes(settings, site, single, module, loader, load)
     world = World.build(site.world_size, sizes, site.ranks_per_node)
     groups = ProcessGroups(world.blocks)
-    runner = MicroBatchRunner(
-        module=module,
-        groups=groups,
-        recompute=switch,
-        hooks=loader.hooks,
-        seed=loader.sampler.seed,
-        loss=settings.loss,
-    )
+    runner = runner_over(groups)
     freedoms = _freedoms(settings, site, runner, world, switch, loader, load)
     world = world.restricted(freedoms.sp_sizes)
-    limits = Limits(
-        memory_bytes=memory_bytes(settings.memory_limit, site.device, site.ranks_per_node),
-        max_batch_size=settings.max_batch_size,
-        max_tokens=settings.max_tokens,
-        min_micro_batches=settings.min_micro_batches,
-        max_step_factor=settings.max_step_factor,
-        recompute=settings.recompute if freedoms.recompute else "none",
-        exact_shapes=freedoms.exact_shapes,
-    )
+    limits = _limits(settings, site, freedoms)
     profile = obtain_profile(
         settings.profile,
         runner=runner,
@@ -174,6 +164,26 @@ def prepare(
         profile=profile,
         limits=limits,
         planner=planner,
+    )
+
+
+def _loss_settings(loss: LossSettings, loader: DCPLoader) -> LossSettings:
+    """With the labels named as the data module names them, by which samples are weighted."""
+    if not isinstance(loader.hooks, DCPDataModule):
+        return loss
+    rules = loader.hooks.rules
+    return replace(loss, labels_key=rules.labels_key, ignore_index=rules.ignore_index)
+
+
+def _limits(settings: Settings, site: Site, freedoms: Freedoms) -> Limits:
+    return Limits(
+        memory_bytes=memory_bytes(settings.memory_limit, site.device, site.ranks_per_node),
+        max_batch_size=settings.max_batch_size,
+        max_tokens=settings.max_tokens,
+        min_micro_batches=settings.min_micro_batches,
+        max_step_factor=settings.max_step_factor,
+        recompute=settings.recompute if freedoms.recompute else "none",
+        exact_shapes=freedoms.exact_shapes,
     )
 
 
@@ -231,19 +241,7 @@ def _sp_sizes(
             "Sequence parallelism is not available for samples of more than one axis: all groups have one rank."
         )
         return (1,)
-    sample = two_short_samples(loader.shapes)[0]
-    shape = shape_of(loader.shapes[sample])
-    micro_batch = MicroBatch(
-        sample_ids=(sample,), shapes=(shape,), padded_shape=shape, first_rank=site.rank, sp_size=1, nanoseconds=0,
-        bytes=0,
-    )  # fmt: skip
-    with (
-        untouched(module),
-        AttentionRecorder() as seen,
-        torch.no_grad(),
-        runner.step(micro_batch, load(micro_batch)),
-    ):
-        pass
+    seen = _attention_calls(site.rank, runner, module, loader.shapes, load)
     if not seen.heads:
         rank_zero_warn(
             "No call of torch.nn.functional.scaled_dot_product_attention was seen in training_step, so sequences "
@@ -251,14 +249,37 @@ def _sp_sizes(
             '(F.scaled_dot_product_attention), or use attn_implementation="sdpa" in Hugging Face models'
         )
         return (1,)
-    legal = set(range(1, site.world_size + 1))
-    for heads, kv_heads in seen.heads:
-        legal &= set(legal_sp_sizes(site.world_size, heads, kv_heads))
+    legal = set(seen.sp_sizes(site.world_size))
     chosen = tuple(sorted({1} | (legal & wanted)))
     refused = sorted(wanted - legal) if settings.sp_sizes else []
-    if refused or chosen == (1,):
+    if seen.cross_attention:
+        rank_zero_warn(
+            "Attention between sequences of different lengths was seen in training_step; only self-attention can be "
+            "divided, so every group has one rank. Set sp_sizes=[1] if that is meant"
+        )
+    elif refused or chosen == (1,):
         rank_zero_warn(
             f"Sequence-parallel sizes {refused or sorted(wanted - {1})} do not divide the attention heads "
             f"{sorted(seen.heads)} (heads, key/value heads) on {site.world_size} ranks; used are {list(chosen)}"
         )
     return chosen
+
+
+def _attention_calls(
+    rank: int,
+    runner: MicroBatchRunner,
+    module: torch.nn.Module,
+    shapes: IntArray,
+    load: Callable[[MicroBatch], Batch],
+) -> AttentionRecorder:
+    """What ``training_step`` asks of attention for two samples: one alone may be as long as a fixed memory is."""
+    recorder = AttentionRecorder()
+    for sample in sorted(set(two_short_samples(shapes))):
+        shape = shape_of(shapes[sample])
+        micro_batch = MicroBatch(
+            sample_ids=(sample,), shapes=(shape,), padded_shape=shape, first_rank=rank, sp_size=1, nanoseconds=0,
+            bytes=0,
+        )  # fmt: skip
+        with untouched(module), recorder, torch.no_grad(), runner.step(micro_batch, load(micro_batch)):
+            pass
+    return recorder

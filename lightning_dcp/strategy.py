@@ -34,6 +34,7 @@ from lightning_dcp.refusals import check_trainer
 from lightning_dcp.sequence_parallel.context import LossWeighting
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
 from lightning_dcp.upstream import (
+    check_closure,
     set_closure_loss,
     set_log_batch_size,
     skip_zero_grad,
@@ -201,7 +202,8 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         self._before_transfer = self._hooks.enter_context(steps_pass_transfer_hooks(module))
         if trainer.state.fn == TrainerFn.FITTING:
             # Not by fit_loop.setup_data(): it would read the first step of a loader without a length.
-            self._loader = self._loader or train_loader(trainer)
+            if self._loader is None:
+                self._loader = train_loader(trainer)
             self._setup_steps(trainer, self._need_loader())
 
     def _setup_steps(self, trainer: pl.Trainer, loader: DCPLoader) -> None:
@@ -283,10 +285,13 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Replay the closure for every micro-batch, then reduce once and step once."""
-        return super().optimizer_step(optimizer, lambda: self._accumulate(closure), model, **kwargs)
-
-    def _accumulate(self, closure: Callable[[], Any]) -> torch.Tensor:
+        check_closure(closure)
         item: DCPBatch = self._need(self._item, "step")
+        result = super().optimizer_step(optimizer, lambda: self._accumulate(item, closure), model, **kwargs)
+        self._need_loader().mark_consumed(item)
+        return result
+
+    def _accumulate(self, item: DCPBatch, closure: Callable[[], Any]) -> torch.Tensor:
         trainer = self._need(self.lightning_module, "lightning_module").trainer
 
         def run(index: int, micro_batch: MicroBatch | None) -> None:
@@ -297,7 +302,6 @@ class DCPStrategy(PortableDeepSpeedStrategy):
             closure()
 
         self._last_step = self._need(self._executor, "step").run(item, run)
-        self._need_loader().mark_consumed(item)
         loss = torch.tensor(self._last_step.loss)
         set_closure_loss(closure, loss)
         return loss

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor
 
 from lightning_dcp.data.batch import DCPBatch
@@ -18,6 +20,20 @@ def train_loader(trainer: pl.Trainer) -> DCPLoader | None:
     source = trainer.fit_loop._data_source
     loader = source.dataloader() if source.is_defined() else None
     return loader if isinstance(loader, DCPLoader) else None
+
+
+def check_closure(closure: Any) -> None:
+    """Refuse another closure than the Trainer's: its zero_grad could not be skipped, and gradients would be lost.
+
+    Raises:
+        MisconfigurationException: an override of ``optimizer_step`` wrapped or dropped it.
+    """
+    if not isinstance(closure, Closure):
+        raise MisconfigurationException(
+            f"optimizer.step() got the closure {closure!r}; allowed is the optimizer_closure that the Trainer hands to "
+            "LightningModule.optimizer_step, as it is, since it runs once for each micro-batch. In the override call "
+            "optimizer.step(closure=optimizer_closure)"
+        )
 
 
 def skip_zero_grad(closure: Any) -> None:

@@ -152,8 +152,8 @@ def test_a_profile_of_another_model(pool: Pool) -> None:
     pool.run(_fit_foreign_profile, 2, timeout=60.0)
 
 
-def _sizes(world_size: int) -> tuple[tuple[int, ...], list[str]]:
-    case = replace(CASE, world_size=world_size, samples=30, batch=10)
+def _sizes(world_size: int, asked: tuple[int, ...] | None) -> tuple[tuple[int, ...], list[str]]:
+    case = replace(CASE, world_size=world_size, samples=30, batch=10, sp_sizes=asked)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer = _fit(Data(case), case)
@@ -161,10 +161,18 @@ def _sizes(world_size: int) -> tuple[tuple[int, ...], list[str]]:
     return strategy._prepared.world.sp_sizes, [str(w.message) for w in seen]
 
 
-def test_a_prime_world_falls_back_and_says_so(pool: Pool) -> None:
-    """The four heads of the model can be divided by no p > 1 that lets three ranks work together but 2."""
-    sizes, _ = pool.run(_sizes, 3, 3, timeout=60.0)[0]
-    assert sizes == (1, 2)
+@pytest.mark.parametrize(
+    ("asked", "used", "said"), [(None, (1, 2), False), ((3,), (1,), True), ((2, 3), (1, 2), True)]
+)
+def test_a_prime_world_uses_what_its_heads_allow_and_says_what_it_refused(
+    pool: Pool, asked: tuple[int, ...] | None, used: tuple[int, ...], said: bool
+) -> None:
+    """Three does not divide the four heads of the model, so three ranks never work on one sequence."""
+    results = pool.run(_sizes, 3, 3, asked, timeout=60.0)
+    assert [sizes for sizes, _ in results] == [used] * 3
+    messages = [m for _, seen in results for m in seen if "do not divide the attention heads" in m]
+    assert len(messages) == said, "said once, on rank 0"
+    assert all("sizes [3]" in m and f"used are {list(used)}" in m for m in messages)
 
 
 class _SevenHeads(Module):
@@ -199,6 +207,37 @@ def test_heads_that_nothing_divides_fall_back_and_say_so(pool: Pool) -> None:
     messages = [m for _, seen, _ in results for m in seen if "do not divide the attention heads" in m]
     assert len(messages) == 1, "said once, on rank 0"
     assert "(7, 7)" in messages[0]
+
+
+class _Cross(Module):
+    """The tokens attend to three learned places instead of to themselves."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.places = torch.nn.Parameter(torch.randn(1, 4, 3, 4))
+
+    def values(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        x_BSC = self.net.embedding(batch["input_ids"])
+        x_BHSD = x_BSC.unflatten(-1, (4, 4)).transpose(1, 2)
+        places_BHTD = self.places.expand(len(x_BHSD), -1, -1, -1)
+        y_BHSD = torch.nn.functional.scaled_dot_product_attention(x_BHSD, places_BHTD, places_BHTD)
+        return y_BHSD.mean((1, 3)), batch["labels"] != -100
+
+
+def _cross() -> tuple[tuple[int, ...], list[str], int]:
+    case = replace(CASE, samples=30, batch=10)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer = _fit(Data(case), case, module=_Cross(case), planner=RandomPlanner(1))
+    strategy: Any = trainer.strategy
+    return strategy._prepared.world.sp_sizes, [str(w.message) for w in seen], trainer.global_step
+
+
+def test_attention_between_different_lengths_is_not_divided_and_says_so(pool: Pool) -> None:
+    results = pool.run(_cross, 2, timeout=60.0)
+    assert [(sizes, steps) for sizes, _, steps in results] == [((1,), 3)] * 2
+    messages = [m for _, seen, _ in results for m in seen if "only self-attention can be divided" in m]
+    assert len(messages) == 1, "said once, on rank 0"
 
 
 def _few() -> tuple[int, list[str], list[int]]:

@@ -267,6 +267,90 @@ def test_what_training_step_may_not_return(value: Any, words: str) -> None:
         pass
 
 
+class _NoIndex(Module):
+    """``batch_idx`` is optional for the Trainer, so it is for us."""
+
+    def training_step(self, batch: dict[str, Any]) -> Any:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def _fit_no_index(plain: bool) -> list[float]:
+    case = replace(CASE, self_check=True, samples=8)
+    module = (Module if plain else _NoIndex)(case)
+    make_trainer(make_strategy(case), case, devices=2).fit(module, datamodule=Data(case))
+    return module.losses
+
+
+def test_a_training_step_without_an_index(pool: Pool) -> None:
+    """The self-check and the search for heads call it too, outside of the Trainer."""
+    assert pool.run(_fit_no_index, 2, False, timeout=60.0) == pool.run(_fit_no_index, 2, True, timeout=60.0)
+
+
+class _Thousandths(Module):
+    """Every item weighs a thousandth, so that all items of a step together are less than one."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        values_BS, mask_BS = self.values(batch)
+        weights_BS = mask_BS * 1e-3
+        return {"loss": (values_BS * weights_BS).sum(), "count": weights_BS.sum()}
+
+
+def _fit_thousandths() -> FitResult:
+    case = CASE
+    module = _Thousandths(case)
+    start = weights_of(module)
+    trainer = make_trainer(make_strategy(case, planner=Fixed()), case, devices=2)
+    trainer.fit(module, datamodule=Data(case))
+    plans = [trainer.strategy.plan.to_json()] * case.steps  # type: ignore[attr-defined]
+    return FitResult(start=start, weights=weights_of(module), losses=module.losses, plans=plans)
+
+
+def test_a_count_below_one_is_a_count(pool: Pool) -> None:
+    for result in pool.run(_fit_thousandths, 2, timeout=60.0):
+        expected = fit_single(CASE, result.plans)
+        assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert_same_updates(result, expected)
+
+
+OTHER = replace(CASE, weighting="sample", returns="loss_sum", masked="prompts", seed=2)
+
+
+class _OtherData(Data):
+    """Labels of another name, with another number for those that do not count."""
+
+    def __init__(self, case: Case, key: str) -> None:
+        super().__init__(case, labels_key=key, ignore_index=-7)
+
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        for row in self.train_dataset.rows:
+            labels = row.pop("labels")
+            row[self.rules.labels_key] = labels.masked_fill(labels == -100, -7)
+
+
+class _OtherLabels(Module):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        labels_BS = batch["labels" if "labels" in batch else "targets"]
+        return super().training_step({**batch, "labels": labels_BS.masked_fill(labels_BS == -7, -100)}, batch_idx)
+
+
+def _fit_other_labels(key: str) -> FitResult:
+    module = _OtherLabels(OTHER)
+    start = weights_of(module)
+    trainer = make_trainer(make_strategy(OTHER, planner=Fixed()), OTHER, devices=2)
+    trainer.fit(module, datamodule=_OtherData(OTHER, key))
+    plans = [trainer.strategy.plan.to_json()] * OTHER.steps  # type: ignore[attr-defined]
+    return FitResult(start=start, weights=weights_of(module), losses=module.losses, plans=plans)
+
+
+@pytest.mark.parametrize("key", ["labels", "targets"])
+def test_samples_are_weighted_by_the_labels_that_the_data_module_names(pool: Pool, key: str) -> None:
+    for result in pool.run(_fit_other_labels, 2, key, timeout=60.0):
+        expected = fit_single(OTHER, result.plans)
+        assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert_same_updates(result, expected)
+
+
 def _dropout(seed: int, first: int) -> torch.Tensor:
     data = Data(CASE)
     data.setup()

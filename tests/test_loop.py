@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -71,12 +72,14 @@ class Recorder(pl.Callback):
         self.lrs: list[float] = []
         self.losses: list[float] = []
         self.validations: list[int] = []
+        self.consumed_before: list[int] = []
 
     def on_before_zero_grad(self, *args: Any) -> None:
         self.zero_grads += 1
 
-    def on_before_optimizer_step(self, *args: Any) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
         self.optimizer_steps += 1
+        self.consumed_before.append(trainer.strategy.consumed_samples)  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self.forwards_at_step.append(pl_module.forwards)  # type: ignore[arg-type]
@@ -143,6 +146,7 @@ def _fit(case: Case, planner: Any, **kwargs: Any) -> dict[str, Any]:
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
         "weights": weights,
         "consumed": (trainer.strategy.consumed_samples, trainer.strategy.consumed_tokens),  # type: ignore[attr-defined]
+        "consumed_before": recorder.consumed_before,
         "outputs": module.losses,
     }
 
@@ -166,6 +170,8 @@ def test_counters_schedules_and_logging_follow_optimizer_steps(pool: Pool) -> No
         assert result["losses"] == pytest.approx(result["outputs"], rel=1e-6)
         assert result["losses"] == results[0]["losses"]
         assert result["consumed"][0] == 20
+        # A checkpoint that is written now must not lead behind a step that the weights have not seen.
+        assert result["consumed_before"] == [0, 4, 8, 10, 14, 18]
     assert results[0]["consumed"] == results[1]["consumed"]
 
 
@@ -182,17 +188,17 @@ def test_limits_of_the_trainer(pool: Pool, kwargs: dict[str, Any], steps: int) -
     assert [r["global_step"] for r in results] == [steps, steps]
 
 
-@pytest.mark.parametrize(("interval", "expected"), [(2, [2, 4]), (0.5, [1, 2, 3, 4]), (1.0, [3])])
-def test_validation_falls_between_steps(pool: Pool, interval: float, expected: list[int]) -> None:
+@pytest.mark.parametrize(("interval", "steps", "expected"), [(2, 4, [2, 4]), (0.5, 4, [2, 4]), (1.0, 3, [3])])
+def test_validation_falls_between_steps(pool: Pool, interval: float, steps: int, expected: list[int]) -> None:
     """Lightning-AI/pytorch-lightning#12205, #19740: uneven ranks enter validation together, at whole steps."""
-    case = Case(**{**TWO_RANKS.__dict__, "samples": 12 if interval == 1.0 else 16})
+    case = replace(TWO_RANKS, samples=4 * steps)
     planner = Script((3, 1), (1, 3), samples=case.samples)
     results = pool.run(
         _fit, 2, case, planner, max_epochs=1, val_check_interval=interval, num_sanity_val_steps=1, timeout=120.0
     )
     for result in results:
-        # 4 steps: an interval of 0.5 is every second step.
-        assert result["validations"] == ([2, 4] if interval == 0.5 else expected)
+        assert result["validations"] == expected
+        assert len(result["validated"]) == len(expected) + 1, "the sanity check and one for each validation"
     for ours, theirs in zip(results[0]["validated"], results[1]["validated"], strict=True):
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), "validated in mid-step"
 
@@ -429,6 +435,21 @@ def test_steps_of_a_number_of_tokens(pool: Pool, tmp_path: Path) -> None:
             _fit_tokens, 2, str(tmp_path / "again"), str(tmp_path / f"step={step}.ckpt"), timeout=120.0
         )
         assert again[0] == whole[0][step:]
+
+
+class _WrappedClosure(Module):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=lambda: optimizer_closure())
+
+
+def _fit_wrapped_closure() -> None:
+    case = Case(world_size=1)
+    with pytest.raises(MisconfigurationException, match=r"(?s)got the closure .*allowed is the optimizer_closure"):
+        make_trainer(make_strategy(case), case, devices=1).fit(_WrappedClosure(case), datamodule=Data(case))
+
+
+def test_a_wrapped_closure_is_refused_since_it_would_clear_gradients(pool: Pool) -> None:
+    pool.run(_fit_wrapped_closure, 1, timeout=60.0)
 
 
 def test_a_loader_that_is_none_of_ours_is_refused(pool: Pool) -> None:

@@ -154,7 +154,7 @@ class DCPDataModule(pl.LightningDataModule):
             return int((mask != 0).sum())
         raise ValueError(
             f'the batch has neither "{self.rules.labels_key}" nor "{MASK}", so the items of its loss are unknown; '
-            'override loss_items, or return {"loss": sum, "count": items} from training_step'
+            f"it has {sorted(map(str, batch))}. Override loss_items"
         )
 
     # ------------------------------------------------------------------ loaders
