@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -187,16 +188,21 @@ def _limits(settings: Settings, site: Site, freedoms: Freedoms) -> Limits:
     )
 
 
-def two_short_samples(shapes: IntArray) -> tuple[int, int]:
-    """Two short samples of different length for the self-check: the shortest, and one of at least twice its tokens.
+def short_samples(shapes: IntArray, count: int = 16) -> tuple[int, ...]:
+    """Short samples of different shapes for the self-check, the shortest first.
 
-    Ties go to the smaller position, so every rank chooses the same.
+    From the shortest quarter of the shapes that occur, evenly spaced; the self-check takes the first two that have
+    an item of the loss. Each shape is stood for by its smallest position, so every rank chooses the same.
+
+    Args:
+        shapes: size of each sample, int64 ``[n, axes]``.
+        count: most samples to give.
     """
-    tokens = shapes.prod(axis=1)
-    order = tokens.argsort(kind="stable")
-    first = int(order[0])
-    longer = [int(i) for i in order if tokens[i] >= 2 * tokens[first]]
-    return first, longer[0] if longer else int(order[-1])
+    _, first = np.unique(shapes, axis=0, return_index=True)
+    order = first[np.lexsort((first, shapes[first].prod(axis=1)))]
+    quarter = order[: max(count, len(order) // 4)]
+    picks = np.unique(np.linspace(0, len(quarter) - 1, min(count, len(quarter))).astype(np.int64))
+    return tuple(int(i) for i in quarter[picks])
 
 
 def _freedoms(
@@ -210,7 +216,7 @@ def _freedoms(
 ) -> Freedoms:
     if not settings.self_check:
         return Freedoms(exact_shapes=False, sp_sizes=world.sp_sizes, recompute=True, messages=())
-    ids = two_short_samples(loader.shapes)
+    ids = short_samples(loader.shapes)
     return self_check(
         runner=runner,
         load=load,
@@ -274,7 +280,7 @@ def _attention_calls(
 ) -> AttentionRecorder:
     """What ``training_step`` asks of attention for two samples: one alone may be as long as a fixed memory is."""
     recorder = AttentionRecorder()
-    for sample in sorted(set(two_short_samples(shapes))):
+    for sample in short_samples(shapes, 2):
         shape = shape_of(shapes[sample])
         micro_batch = MicroBatch(
             sample_ids=(sample,), shapes=(shape,), padded_shape=shape, first_rank=rank, sp_size=1, nanoseconds=0,
