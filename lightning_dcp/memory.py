@@ -6,6 +6,7 @@ import os
 import re
 
 import torch
+import torch.distributed as dist
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -31,6 +32,18 @@ def memory_bytes(limit: float | int | str, device: torch.device, ranks_per_node:
             'such as "80GB"'
         )
     return int(limit * _total(device, ranks_per_node))
+
+
+def least_of_all(amount: int, device: torch.device) -> int:
+    """The smallest amount of all ranks, by one all-reduce over the world (none without process groups).
+
+    Machines of one kind differ by some megabytes, and what plans or probes depend on must be the same everywhere.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return amount
+    vector = torch.tensor([amount], dtype=torch.int64, device=device)
+    dist.all_reduce(vector, op=dist.ReduceOp.MIN)
+    return int(vector.item())
 
 
 def _parse(text: str) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dcp.cost import CostModel, Profile, ProfileError
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.plan import MicroBatch
+from lightning_dcp.planners.assembly import pad
 from lightning_dcp.planners.protocol import Limits
 from lightning_dcp.profiling import measure, obtain_profile, plan_probes
 from lightning_dcp.profiling.errors import is_out_of_memory
@@ -326,6 +329,30 @@ def test_probes_cover_the_data_and_respect_the_limits() -> None:
     assert {probe.batch_size for length in lengths for probe in length.probes} == {1, 4}
 
 
+def test_lengths_of_an_exact_geometric_row_are_probed() -> None:
+    """Through logarithms 399 times 29 cubed comes out a hair above, and the next longer sample was taken."""
+    for first, factor, steps in ((399, 29, 4), (17, 3, 4), (10, 10, 3)):
+        row = [first * factor**step for step in range(steps + 1)]
+        data = np.asarray([[length + more] for length in row for more in (0, 1)][:-1])
+        found = [length.shape[0] for length in plan_probes(data, (1,), LIMITS, steps + 1)]
+        assert found == row
+
+
+def test_probes_of_a_million_samples_in_two_seconds() -> None:
+    data = np.random.default_rng(0).lognormal(6, 1.2, 10**6).astype(np.int64)[:, None] + 1
+    start = time.process_time()
+    lengths = plan_probes(data, (1, 2, 4, 8), LIMITS, 6)
+    assert time.process_time() - start < 2.0
+    assert len({probe.batch_size for length in lengths for probe in length.probes}) == 4
+
+
+def test_probes_of_short_samples_are_padded_as_plans_are() -> None:
+    for length in plan_probes(np.asarray([[1], [3], [9]]), (1, 2, 4), LIMITS):
+        for probe in length.probes:
+            assert probe.micro_batch(0, 1).padded_shape == pad([probe.shape], probe.sp_size)
+            assert probe.sp_size == 1 or probe.micro_batch(0, 1).padded_shape[0] >= 2 * probe.sp_size
+
+
 def test_longest_sample_is_probed_whatever_max_tokens_says() -> None:
     lengths = plan_probes(SHAPES, (1, 2), Limits(memory_bytes=1, max_tokens=10), 3)
     assert [(p.batch_size, p.sp_size) for p in lengths[-1].probes] == [(1, 2)]
@@ -426,11 +453,44 @@ def test_error_on_one_rank_ends_all(pool: Pool) -> None:
 
 def obtain(source: Any = None) -> Profile:
     module = Model()
-    world = World.build(1, [1])
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    world = World.build(world_size, [1])
     return obtain_profile(
-        source, runner=runner_of(module, world), world=world, rank=0, device=CPU, precision="32-true",
+        source, runner=runner_of(module, world), world=world, rank=rank, device=CPU, precision="32-true",
         shapes=SHAPES, load=load, limits=LIMITS, length_groups=2,
     )  # fmt: skip
+
+
+def obtain_on_unequal_machines(path: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        name = f"machine {dist.get_rank()}"
+        patch.setattr("lightning_dcp.profiling.store._device_name", lambda _: name)
+        return obtain(path).to_json()
+
+
+def test_ranks_on_unequal_machines_use_one_profile(pool: Pool, tmp_path: Path) -> None:
+    """The file is not for the second rank's device; all take what rank 0 takes."""
+    path = str(tmp_path / "profile.json")
+    measured = pool.run(obtain_on_unequal_machines, 2, path)
+    assert measured[0] == measured[1]
+    assert Profile.from_json(measured[0]).identity["device"] == "machine 0"
+    assert pool.run(obtain_on_unequal_machines, 2, path) == measured
+
+
+def obtain_with_little_memory_on_rank_one() -> Profile:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "lightning_dcp.profiling.obtain.memory_bytes", lambda *_: 10**5 if dist.get_rank() else 10**12
+        )
+        return obtain()
+
+
+def test_least_memory_of_all_ranks_bounds_the_probes(pool: Pool) -> None:
+    """A rank that left out a probe which its group runs would leave the others waiting."""
+    with pytest.raises(RemoteError) as caught:
+        pool.run(obtain_with_little_memory_on_rank_one, 2, timeout=30)
+    assert set(caught.value.tracebacks) == {0, 1}
+    assert all("does not fit into 0.0001 GB" in text for text in caught.value.tracebacks.values())
 
 
 def test_profile_of_the_strategy(tmp_path: Any) -> None:

@@ -89,6 +89,18 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_file_that_cannot_be_written_costs_only_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of rank 0 alone would leave the others waiting in their next exchange."""
+
+    def broken(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.warns(UserWarning, match=r"could not be kept in .*profile\.json \(disk full\)"):
+        assert load_or_measure(tmp_path / "profile.json", WANTED, profile_for, rank=0) == profile_for()
+    assert list(tmp_path.iterdir()) == []
+
+
 def identity_of(module: nn.Module, **changes: Any) -> dict[str, str]:
     settings = {"world_size": 2, "precision": "32-true", "device": CPU, **changes}
     return profile_identity(module, RecomputeSwitch(find_families(module)), **settings)

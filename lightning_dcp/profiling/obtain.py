@@ -11,14 +11,14 @@ import torch
 from lightning_dcp.cost import IntArray, Profile, ProfileError
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.execution import MicroBatchRunner
-from lightning_dcp.memory import memory_bytes
+from lightning_dcp.memory import least_of_all, memory_bytes
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners.protocol import Limits
 from lightning_dcp.profiling.measure import Survey, measure
 from lightning_dcp.profiling.probe import Subject
 from lightning_dcp.profiling.probes import plan_probes
 from lightning_dcp.profiling.static import static_bytes
-from lightning_dcp.profiling.store import Wanted, load_or_measure, profile_identity
+from lightning_dcp.profiling.store import Wanted, load_or_measure, profile_identity, same_for_all
 from lightning_dcp.topology import World
 
 
@@ -37,7 +37,8 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
 ) -> Profile:
     """Read or measure the profile of a run; called by every rank, after ``deepspeed.initialize``.
 
-    Collectives over the world: one all-reduce for each measured length, one broadcast where a file is named.
+    Collectives over the world: one broadcast of rank 0's identity, one all-reduce of the smallest memory and one for
+    each measured length, one broadcast where a file is named.
     Measuring takes a few seconds for a small model on a CPU; ``module`` is left bit-equal.
 
     Args:
@@ -58,7 +59,9 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
             named), or a length fits into memory with no setting.
     """
     module, switch = runner.module, runner.recompute
-    identity = profile_identity(module, switch, world_size=world.world_size, precision=precision, device=device)
+    identity = same_for_all(
+        profile_identity(module, switch, world_size=world.world_size, precision=precision, device=device)
+    )
     wanted = Wanted(identity=identity, max_tokens=int(shapes.prod(axis=1).max()))
     if isinstance(source, Profile):
         return _given(source, wanted, switch.num_layers)
@@ -68,7 +71,7 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
         rank=rank,
         load=load,
         # What the device holds, not what plans may use: a small limit must not keep lengths from being measured.
-        memory_bytes=memory_bytes(0.9, device, world.ranks_per_node),
+        memory_bytes=least_of_all(memory_bytes(0.9, device, world.ranks_per_node), device),
         static_bytes=static_bytes(module, world.world_size),
         progress=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from math import prod
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from lightning_dcp.cost import IntArray
 from lightning_dcp.plan import MicroBatch, Shape
+from lightning_dcp.planners.assembly import pad
 from lightning_dcp.planners.protocol import Limits
 
 _BATCHES = (1, 4, 16, 64)
@@ -44,11 +46,10 @@ class Probe:
 
     def micro_batch(self, first_rank: int, num_families: int) -> MicroBatch:
         """The micro-batch of the group that starts at ``first_rank``, nothing recomputed."""
-        first = -(-self.shape[0] // self.sp_size) * self.sp_size
         return MicroBatch(
             sample_ids=self.sample_ids,
             shapes=self.sizes,
-            padded_shape=(first, *self.shape[1:]),
+            padded_shape=pad([self.shape], self.sp_size),
             first_rank=first_rank,
             sp_size=self.sp_size,
             recompute=(0,) * num_families,
@@ -137,17 +138,21 @@ class _Sizes:
         return tuple(tuple(int(axis) for axis in self._shapes[i]) for i in ids)
 
     def lengths(self, count: int) -> list[Shape]:
-        """Sizes that occur in the data, closest to a geometric row from the fewest tokens to the most."""
+        """Sizes of the data that follow a geometric row, the next longer ones, from the fewest tokens to the most."""
         ordered = self._tokens[self._order]
-        row = np.geomspace(max(int(ordered[0]), 1), max(int(ordered[-1]), 1), max(count, 2))
-        row[0], row[-1] = ordered[0], ordered[-1]
-        places = np.minimum(np.searchsorted(ordered, row), len(ordered) - 1)
-        shapes = {int(ordered[place]): self.of((int(self._order[place]),))[0] for place in places}
+        first, last, steps = int(ordered[0]), int(ordered[-1]), max(count, 2) - 1
+        shapes = {}
+        for step in range(steps + 1):
+            # Integers only: a logarithm may differ in its last bit between two machines, and all ranks must agree.
+            wanted = first ** (steps - step) * last**step
+            place = bisect_left(ordered, wanted, key=lambda tokens: int(tokens) ** steps)
+            shapes[int(ordered[place])] = self.of((int(self._order[place]),))[0]
         return [shapes[tokens] for tokens in sorted(shapes)]
 
     def samples(self, shape: Shape, batch: int) -> tuple[int, ...]:
         """Samples that fill a batch of a size: the nearest ones that fit in, over and over if there are few."""
         tokens = prod(shape)
         fits = (self._shapes <= np.asarray(shape)).all(axis=1) & (self._tokens >= _NEAR * tokens)
-        candidates = [int(i) for i in self._order[::-1] if fits[i]][:batch]
-        return tuple(candidates[i % len(candidates)] for i in range(batch))
+        longest_first = self._order[::-1]
+        candidates = longest_first[fits[longest_first]][:batch]
+        return tuple(int(candidates[i % len(candidates)]) for i in range(batch))

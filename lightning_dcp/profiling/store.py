@@ -9,13 +9,17 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_dcp.cost import Profile, ProfileError
 from lightning_dcp.recompute import RecomputeSwitch
+
+T = TypeVar("T")
 
 FORMAT_VERSION = "1"
 """Raised when the way of measuring changes, so that older profiles are not used again."""
@@ -24,7 +28,7 @@ FORMAT_VERSION = "1"
 def profile_identity(
     module: nn.Module, switch: RecomputeSwitch, *, world_size: int, precision: str, device: torch.device
 ) -> dict[str, str]:
-    """What the numbers of a profile depend on; equal on all ranks of a run with equal devices.
+    """What the numbers of a profile depend on, as this rank sees it; see :func:`same_for_all`.
 
     Args:
         module: the model after ``deepspeed.initialize``.
@@ -106,11 +110,12 @@ def load_or_measure(
     """The profile in a file, or a new one that is written there; called by every rank.
 
     Collectives: one broadcast of the file's text from rank 0, so that all ranks decide alike, and those of
-    ``measure``. Only rank 0 touches the file; it appears complete or not at all.
+    ``measure``. Only rank 0 touches the file; it appears complete or not at all. Where it cannot be written the run
+    goes on with a warning: the profile was measured, and an error of one rank would leave the others waiting.
 
     Args:
         path: the file.
-        wanted: what the profile must fit.
+        wanted: what the profile must fit; equal on all ranks.
         measure: measures a new profile; called by all ranks or by none.
         rank: global rank of this process.
         insist: refuse a profile that does not fit (a user named the file); else measure anew and replace it.
@@ -129,8 +134,16 @@ def load_or_measure(
             return profile
     profile = measure()
     if rank == 0:
-        write_profile(profile, path)
+        try:
+            write_profile(profile, path)
+        except OSError as error:
+            rank_zero_warn(f"The profile could not be kept in {path} ({error}); the next run measures anew")
     return profile
+
+
+def same_for_all(identity: Mapping[str, str]) -> dict[str, str]:
+    """The identity of rank 0, by one broadcast: ranks on unequal hardware must not decide each for itself."""
+    return _broadcast(dict(identity))
 
 
 def write_profile(profile: Profile, path: Path) -> None:
@@ -167,7 +180,7 @@ def _read(path: Path) -> tuple[str | None, str | None]:
         return None, str(error)
 
 
-def _broadcast(value: tuple[str | None, str | None]) -> tuple[str | None, str | None]:
+def _broadcast(value: T) -> T:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return value
     box = [value]
