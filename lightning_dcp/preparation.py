@@ -17,7 +17,7 @@ from lightning_dcp.data.lengths import shape_of
 from lightning_dcp.data.loader import DCPLoader, PlanningContext
 from lightning_dcp.data.module import DCPDataModule
 from lightning_dcp.execution import LossSettings, MicroBatchRunner
-from lightning_dcp.memory import memory_bytes
+from lightning_dcp.memory import least_of_all, memory_bytes
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners import Planner, create
 from lightning_dcp.planners.protocol import Limits
@@ -177,8 +177,11 @@ def _loss_settings(loss: LossSettings, loader: DCPLoader) -> LossSettings:
 
 
 def _limits(settings: Settings, site: Site, freedoms: Freedoms) -> Limits:
+    """Limits of all plans; one all-reduce, called by every rank."""
     return Limits(
-        memory_bytes=memory_bytes(settings.memory_limit, site.device, site.ranks_per_node),
+        memory_bytes=least_of_all(
+            memory_bytes(settings.memory_limit, site.device, site.ranks_per_node), site.device
+        ),
         max_batch_size=settings.max_batch_size,
         max_tokens=settings.max_tokens,
         min_micro_batches=settings.min_micro_batches,
