@@ -123,6 +123,7 @@ def _serve(connection: Connection, rank: int) -> None:
 def _perform(task: bytes, rank: int) -> Any:
     import torch
     import torch.distributed as dist
+    from lightning_utilities.core.rank_zero import rank_zero_only
 
     function, args, kwargs, world_size, store, timeout = pickle.loads(task)
     environment = {
@@ -132,6 +133,8 @@ def _perform(task: bytes, rank: int) -> Any:
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.manual_seed(0)
+    # As after a launch: Lightning takes the rank from the environment when it is imported, which was long ago.
+    rank_zero_only.rank = rank
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
