@@ -113,7 +113,12 @@ def _row(label: str, value: str) -> str:
 
 
 def _numbers_of_micro_batches(plan: IterationPlan) -> set[int]:
-    return {len(plan.of_rank(rank)) for rank in range(plan.world_size)}
+    # Not of_rank(): a long run on many ranks asks for every rank of every step.
+    changes = [0] * (plan.world_size + 1)
+    for m in plan.micro_batches:
+        changes[m.first_rank] += 1
+        changes[m.first_rank + m.sp_size] -= 1
+    return set(accumulate(changes[:-1]))
 
 
 def _idle(records: Sequence[StepReport]) -> str:

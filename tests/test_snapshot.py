@@ -172,6 +172,20 @@ def clamp(layer: nn.Module) -> None:
             parameter.clamp_(-0.1, 0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_written_through_data_are_named(dtype: torch.dtype) -> None:
+    """How averages of the weights are often kept; autograd's version counter does not see it."""
+    first, second = nn.Linear(2, 2, dtype=dtype), nn.Linear(2, 2, dtype=dtype)
+    module = nn.Sequential(first, second)
+    version = second.weight._version
+    with pytest.raises(ProbeSideEffectError, match=r"\(1\.weight\)"), untouched(module):
+        second.weight.data.mul_(0.5)
+    assert second.weight._version == version, "the counter would have told"
+    first.weight.data[0, 0] = float("nan")
+    with untouched(module):
+        module(torch.ones(1, 2, dtype=dtype)).sum().backward()
+
+
 def test_replaced_weights_return() -> None:
     module = nn.Linear(2, 2)
     before, address = module.weight.detach().clone(), module.weight.data_ptr()

@@ -79,6 +79,7 @@ class _Parameter:
     def __init__(self, parameter: nn.Parameter) -> None:
         self.data = parameter.data
         self.version = parameter._version
+        self.digest = _digest(parameter)
         self.requires_grad = parameter.requires_grad
         self.grad = parameter.grad
         self.grad_restore = _capture(parameter.grad, {})
@@ -89,8 +90,19 @@ class _Parameter:
             parameter.data = self.data
         parameter.requires_grad_(self.requires_grad)
         parameter.grad = self.grad_restore()
-        # The version of an alias counts writes through either name; .data of it does not share the counter.
-        return bool(parameter._version != self.version)
+        # The version counts writes through the parameter, the digest also those through .data, as averages of the
+        # weights are often kept.
+        written = parameter._version != self.version
+        return bool(written or not torch.equal(_digest(parameter), self.digest))
+
+
+def _digest(parameter: nn.Parameter) -> Tensor:
+    """Sum of the values' bits as integers: exact, so the same in any order, and without a copy."""
+    data = parameter.detach()
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if data.is_meta or data.layout != torch.strided or data.element_size() not in words:
+        return torch.zeros((), dtype=torch.int64)
+    return data.view(words[data.element_size()]).sum(dtype=torch.int64)
 
 
 def _capture(value: Any, memo: dict[int, Restore]) -> Restore:
