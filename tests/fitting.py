@@ -294,9 +294,14 @@ def collate_whole(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-def fit_single(case: Case, plans: Sequence[str], precision: str = "32-true") -> Result:
+def fit_single(
+    case: Case,
+    plans: Sequence[str],
+    precision: str = "32-true",
+    make: Callable[[Case], Module] = SingleProcess,
+) -> Result:
     """Train the samples of the same steps in one process under plain Lightning."""
-    module = SingleProcess(case)
+    module = make(case)
     start = weights_of(module)
     samples = Samples(case)
     steps = [

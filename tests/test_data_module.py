@@ -132,7 +132,7 @@ def test_loss_items() -> None:
     module = DCPDataModule(1, labels_key="target", ignore_index=-1)
     assert module.loss_items({"target": torch.tensor([[1, -1, -100]]), "attention_mask": torch.zeros(1, 3)}) == 2
     assert module.loss_items({"attention_mask": torch.tensor([[True, True, False]])}) == 2
-    with pytest.raises(ValueError, match=r'neither "target" nor "attention_mask".*override loss_items'):
+    with pytest.raises(ValueError, match=r'neither "target" nor "attention_mask".*it has .*Override loss_items'):
         module.loss_items({"x": torch.ones(1)})
 
 

@@ -101,8 +101,26 @@ def test_uneven_ranks_unused_heads_and_an_empty_rank(pool: Pool, clip: float, sc
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_bf16_keeps_float32_gradients(pool: Pool, clip: float) -> None:
+def test_bf16_with_uneven_ranks(pool: Pool, clip: float) -> None:
     _assert_close(pool.run(_train, 3, True, 2, clip, 1.0), _reference(2, clip, 3), 0.05)
+
+
+def _sum_of_gradients() -> list[float]:
+    deepspeed.init_distributed("gloo")
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    engine = _engine(module, half=True)
+    engine.begin()
+    for gradient in (256.0, 1.0, 1.0, 1.0, 1.0):
+        engine.engine.backward(engine.engine(torch.full((1, 1), gradient, dtype=torch.bfloat16)).sum())
+    engine.reduce()
+    engine.engine.step()
+    return [float(p) for p in module.parameters()]
+
+
+def test_bf16_accumulates_gradients_in_float32(pool: Pool) -> None:
+    """In bf16 256 + 1 is 256 again, so the four ones would be lost; 260 and the update of 0.5 * 260 are exact."""
+    assert pool.run(_sum_of_gradients, 2, timeout=60.0) == [[-130.0], [-130.0]]
 
 
 def _head_unused_everywhere() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
