@@ -189,9 +189,10 @@ def test_two_axes() -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
 
 
-def test_sequence_on_another_axis_or_nowhere() -> None:
+@pytest.mark.parametrize("dim", [2, -1])
+def test_sequence_on_another_axis_or_nowhere(dim: int) -> None:
     """``sequence_dims`` names axes of the batch; ``None`` keeps a value whole although its size fits."""
-    rules = CollateRules(sequence_dims={"rope": 2, "vector": None})
+    rules = CollateRules(sequence_dims={"rope": dim, "vector": None})
     samples = [
         {"input_ids": _tokens(3), "rope": torch.ones(2, 3), "vector": torch.ones(3)},
         {"input_ids": _tokens(3), "rope": torch.ones(2, 3), "vector": torch.ones(3)},
@@ -199,7 +200,7 @@ def test_sequence_on_another_axis_or_nowhere() -> None:
     batch = collate(samples, _micro_batch((3,), (3,), multiple=4), rules)
     assert batch["rope"].tolist() == [[[1, 1, 1, 0]] * 2] * 2
     assert batch["vector"].shape == (2, 3)
-    module = DCPDataModule(1, sequence_dims={"rope": 2, "vector": None})
+    module = DCPDataModule(1, sequence_dims={"rope": dim, "vector": None})
     shard = module.shard(batch, SPGroup(ranks=(0, 1), rank=1))
     assert shard["rope"].tolist() == [[[1, 0]] * 2] * 2
     assert shard["vector"].shape == (2, 3)

@@ -157,7 +157,8 @@ def _as_tensor(value: Any) -> Any:
 def _sequence_first(key: str, value: torch.Tensor, rules: CollateRules) -> torch.Tensor:
     """The value of one sample with its sequence axis in front."""
     dim = rules.sequence_dims.get(key)
-    axis = 0 if dim is None else dim - 1
+    # An axis that is counted from the end is the same in a sample as in a batch.
+    axis = 0 if dim is None else dim - 1 if dim > 0 else value.dim() + dim
     return value.movedim(axis, 0) if 0 < axis < value.dim() else value
 
 
