@@ -113,14 +113,13 @@ def _settings(tables: Tables, bound: int) -> Iterator[tuple[tuple[int, ...], int
 
 
 def _widths(tables: Tables, target: int) -> tuple[int, ...]:
-    """Narrowest group for each sample that ends it within ``target``, else the fastest; longest sample first."""
+    """Narrowest group for each sample that ends it within ``target``, else the fastest; longest sample first.
+
+    Times never fall with the length, so the samples of one width are neighbours, or nearly so.
+    """
     single = np.stack([tables.times[p][0] for p in tables.sp_sizes])
     meets = single <= target
     chosen = np.where(meets.any(axis=0), meets.argmax(axis=0), single.argmin(axis=0))
-    # Never wider than a longer sample: so the samples of one width are neighbours.
-    widest = np.minimum.accumulate(chosen)
-    fits = np.take_along_axis(single, widest[None], axis=0)[0] < NEVER
-    chosen = np.where(fits, widest, chosen)
     return tuple(int(tables.sp_sizes[k]) for k in chosen)
 
 
