@@ -169,10 +169,11 @@ def test_bound_is_tight_where_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("batch_size", [9, 11, 13, 27])
 def test_bound_covers_batch_sizes_that_are_not_tabled(batch_size: int) -> None:
-    asked = request(texts(*[40] * batch_size), 1, max_batch_size=batch_size)
-    assert batch_size not in COST.batch_sizes(batch_size)
+    cost = CostModel(analytic_profile((1,), (4,), batch_sizes=(1, 64)))
+    asked = request(texts(*[40] * batch_size), 1, cost=cost, max_batch_size=batch_size)
+    assert batch_size not in cost.batch_sizes(batch_size)
     plan = Static(batch_size=batch_size).plan(asked)
-    assert plan.makespan == COST.nanoseconds(batch_size, (40,), 1, (0,)) < Balanced().plan(asked).makespan
+    assert plan.makespan == cost.nanoseconds(batch_size, (40,), 1, (0,)) < Balanced().plan(asked).makespan
     # Rounded down for each sample, by less than the slack of each layer.
     assert 0 <= plan.makespan - plan.lower_bound <= batch_size * 10
 
