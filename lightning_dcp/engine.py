@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DEFAULT_BUCKET = 200_000_000
-"""Elements of Lightning's default reduce bucket."""
+from lightning_dcp.memory import DEFAULT_BUCKET
 
 Config = dict[str, Any]
 

@@ -8,6 +8,9 @@ import re
 import torch
 import torch.distributed as dist
 
+DEFAULT_BUCKET = 200_000_000
+"""Elements of Lightning's default reduce bucket; the strategy lowers it to the number of parameters."""
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

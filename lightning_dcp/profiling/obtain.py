@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -83,8 +82,6 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
 
 
 def _given(profile: Profile, wanted: Wanted, num_layers: tuple[int, ...]) -> Profile:
-    # A profile made by formula, for a simulation or a test, was measured for nothing and is meant for anything.
-    wanted = wanted if profile.identity else replace(wanted, identity={})
     checked = wanted.check(profile, "the given profile")
     if checked.num_layers != num_layers:
         raise ProfileError(

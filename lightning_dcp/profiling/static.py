@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-DEFAULT_BUCKET = 200_000_000
-"""Elements of Lightning's default reduce bucket; the strategy lowers it to the number of parameters."""
+from lightning_dcp.memory import DEFAULT_BUCKET
 
 
 def static_bytes(module: nn.Module, world_size: int) -> int:

@@ -79,23 +79,17 @@ class Wanted:
     identity: Mapping[str, str]
     max_tokens: int
 
-    def misfits(self, profile: Profile) -> list[str]:
-        """Why a profile does not fit, as ``field: in the profile / here``; empty if it does.
+    def check(self, profile: Profile, source: str) -> Profile:
+        """The profile itself.
 
         A profile without any identity was made by hand (from a formula) and is taken for every run.
+
+        Raises:
+            ProfileError: it does not fit; the message names the fields, as ``field: in the profile / here``.
         """
         reasons = profile.differing(self.identity) if profile.identity else []
         if profile.max_tokens < self.max_tokens:
             reasons.append(f"longest sample in tokens: {profile.max_tokens} / {self.max_tokens}")
-        return reasons
-
-    def check(self, profile: Profile, source: str) -> Profile:
-        """The profile itself.
-
-        Raises:
-            ProfileError: it does not fit; the message names the fields.
-        """
-        reasons = self.misfits(profile)
         if reasons:
             raise ProfileError(
                 f"{source} was measured for something else: {'; '.join(reasons)} (in the profile / in this run). "
@@ -104,9 +98,7 @@ class Wanted:
         return profile
 
 
-def load_or_measure(
-    path: Path, wanted: Wanted, measure: Callable[[], Profile], *, rank: int, insist: bool = True
-) -> Profile:
+def load_or_measure(path: Path, wanted: Wanted, measure: Callable[[], Profile], *, rank: int) -> Profile:
     """The profile in a file, or a new one that is written there; called by every rank.
 
     Collectives: one broadcast of the file's text from rank 0, so that all ranks decide alike, and those of
@@ -118,20 +110,15 @@ def load_or_measure(
         wanted: what the profile must fit; equal on all ranks.
         measure: measures a new profile; called by all ranks or by none.
         rank: global rank of this process.
-        insist: refuse a profile that does not fit (a user named the file); else measure anew and replace it.
 
     Raises:
-        ProfileError: on all ranks: the file cannot be read, is damaged, or (``insist``) does not fit.
+        ProfileError: on all ranks: the file cannot be read, is damaged, or does not fit.
     """
     text, error = _broadcast(_read(path) if rank == 0 else (None, None))
     if error is not None:
         raise ProfileError(f"{path} cannot be read: {error}")
     if text is not None:
-        profile = _parse(text, path)
-        if insist:
-            return wanted.check(profile, str(path))
-        if not wanted.misfits(profile):
-            return profile
+        return wanted.check(_parse(text, path), str(path))
     profile = measure()
     if rank == 0:
         try:
