@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -29,17 +30,19 @@ def draw(plan: IterationPlan, planned: Spans, measured: Spans, path: Path) -> No
     figure = Figure(figsize=(_WIDTH_IN, height), dpi=130, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     length = max((end for spans in (*planned, *measured) for _, end in spans), default=1e-3)
+    style = _style(plan)
     scale, unit = (1e3, "ms") if length < 1.0 else (1.0, "s")
     for axes, spans, title in (
         (upper, planned, _planned_title(plan)),
         (lower, measured, _measured_title(measured)),
     ):
-        _draw_ranks(axes, plan, [[(s * scale, e * scale) for s, e in rank] for rank in spans], length * scale)
+        scaled = [[(s * scale, e * scale) for s, e in rank] for rank in spans]
+        _draw_ranks(axes, (plan, style), scaled, length * scale)
         axes.set_title(title, loc="left", fontsize=10, color=_INK)
     if plan.lower_bound:
         upper.axvline(plan.lower_bound / 1e9 * scale, color="black", linestyle="--", linewidth=1.4)
     lower.set_xlabel(f"time in the step [{unit}]")
-    handles = _legend(plan)
+    handles = _legend(plan, style)
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -67,12 +70,13 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value < 1.0 else f"{value:.2f} s"
 
 
-def _draw_ranks(axes: Any, plan: IterationPlan, spans: Spans, length: float) -> None:
+def _draw_ranks(axes: Any, drawn: tuple[IterationPlan, _Style], spans: Spans, length: float) -> None:
+    plan, style = drawn
     end = max((e for rank in spans for _, e in rank), default=length)
     for rank in range(plan.world_size):
         axes.add_patch(Rectangle((0.0, rank - 0.45), end, 0.9, facecolor=_IDLE, edgecolor="none"))
         for micro_batch, span in zip(plan.of_rank(rank), spans[rank], strict=True):
-            _draw_bar(axes, plan, micro_batch, (rank, span, length))
+            _draw_bar(axes, style, micro_batch, (rank, span, length))
     axes.set(xlim=(0.0, length * 1.01), ylim=(plan.world_size - 0.4, -0.6), ylabel="rank")
     axes.set_yticks(range(plan.world_size))
     for side in ("top", "right"):
@@ -80,7 +84,7 @@ def _draw_ranks(axes: Any, plan: IterationPlan, spans: Spans, length: float) -> 
 
 
 def _draw_bar(
-    axes: Any, plan: IterationPlan, micro_batch: MicroBatch, place: tuple[int, tuple[float, float], float]
+    axes: Any, style: _Style, micro_batch: MicroBatch, place: tuple[int, tuple[float, float], float]
 ) -> None:
     rank, (start, end), length = place
     axes.add_patch(
@@ -88,8 +92,8 @@ def _draw_bar(
             (start, rank - 0.45),
             end - start,
             0.9,
-            facecolor=_colour(plan, micro_batch.sp_size),
-            hatch=_hatch(plan, micro_batch.recompute),
+            facecolor=style.colours[micro_batch.sp_size],
+            hatch=style.hatches[micro_batch.recompute],
             edgecolor="white",
             linewidth=0.8,
         )
@@ -112,28 +116,28 @@ def _draw_bar(
         )
 
 
-def _values(plan: IterationPlan) -> tuple[list[int], list[tuple[int, ...]]]:
-    return (
-        sorted({m.sp_size for m in plan.micro_batches}),
-        sorted({m.recompute for m in plan.micro_batches}, key=lambda r: (sum(r), r)),
+class _Style(NamedTuple):
+    """How the bars of a plan look: a colour for each p, a hatch for each r, both in rising order."""
+
+    colours: dict[int, str]
+    hatches: dict[tuple[int, ...], str]
+
+
+def _style(plan: IterationPlan) -> _Style:
+    sp_sizes = sorted({m.sp_size for m in plan.micro_batches})
+    depths = sorted({m.recompute for m in plan.micro_batches}, key=lambda r: (sum(r), r))
+    hatches = cycle(_HATCHES[1:])
+    return _Style(
+        colours=dict(zip(sp_sizes, cycle(_COLOURS), strict=False)),
+        hatches={depth: next(hatches) if any(depth) else _HATCHES[0] for depth in depths},
     )
 
 
-def _colour(plan: IterationPlan, sp_size: int) -> str:
-    return _COLOURS[_values(plan)[0].index(sp_size) % len(_COLOURS)]
-
-
-def _hatch(plan: IterationPlan, recompute: tuple[int, ...]) -> str:
-    depths = [r for r in _values(plan)[1] if any(r)]
-    return _HATCHES[1 + depths.index(recompute) % (len(_HATCHES) - 1)] if any(recompute) else ""
-
-
-def _legend(plan: IterationPlan) -> Sequence[Any]:
-    sp_sizes, depths = _values(plan)
-    handles: list[Any] = [Patch(facecolor=_colour(plan, p), label=f"p = {p}") for p in sp_sizes]
-    for depth in depths:
+def _legend(plan: IterationPlan, style: _Style) -> Sequence[Any]:
+    handles: list[Any] = [Patch(facecolor=colour, label=f"p = {p}") for p, colour in style.colours.items()]
+    for depth, hatch in style.hatches.items():
         label = f"r = {'+'.join(str(r) for r in depth) or '0'}"
-        handles.append(Patch(facecolor="#999999", edgecolor="white", hatch=_hatch(plan, depth), label=label))
+        handles.append(Patch(facecolor="#999999", edgecolor="white", hatch=hatch, label=label))
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if plan.lower_bound:
         handles.append(Line2D([], [], color="black", linestyle="--", label="lower bound"))

@@ -170,4 +170,5 @@ def test_equals_one_process_or_is_refused_by_name(pool: Pool, world_size: int) -
     huggingface/diffusers#13319 (the backward), deepspeedai/DeepSpeed#7672 (every group of every rank).
     """
     exact = pool.run(_run_cases, world_size, _cases(120, seed=world_size), timeout=120)
-    assert min(exact) >= 120  # the group of one rank alone gives 120
+    # The group of one rank alone gives 120; every rank must have met heads that its wider groups can share.
+    assert min(exact) >= (120 if world_size == 1 else 130)
