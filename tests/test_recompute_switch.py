@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -261,17 +262,33 @@ def test_layer_that_changes_its_state_is_named(make: Callable[[], nn.Module]) ->
         gradients(net(make), torch.arange(10).view(2, 5), 3)
 
 
-class OutOfMemory(Block):
+class Failing(Block):
+    """Fails in its recompute for a reason that is not its own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        vars(self)["error"] = error
+
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(1)
         if len(self.calls) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise vars(self)["error"]
         return super().forward(x)
 
 
-def test_out_of_memory_in_the_recompute_stays_what_it_is() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        gradients(net(OutOfMemory), torch.arange(10).view(2, 5), 1)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        dist.DistBackendError("the communicator was aborted"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"),
+    ],
+)
+def test_errors_of_device_and_network_in_the_recompute_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        gradients(net(lambda: Failing(error)), torch.arange(10).view(2, 5), 1)
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("counts", [(4,), (-1,), (1, 1)])

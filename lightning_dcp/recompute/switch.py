@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -16,7 +17,15 @@ from lightning_dcp.recompute.families import LayerFamily, RecomputeError, class_
 # What a forward raises that meets its own changed state a second time. Not Exception: torch leaves a finished
 # recompute by an exception of its own.
 _SYMPTOMS = (RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError)
-_OTHER_CAUSES = ("out of memory", "allocate memory", "timed out", "connection closed", "connection reset")
+_OTHER_CAUSES = (
+    "out of memory",
+    "allocate memory",
+    "timed out",
+    "connection closed",
+    "connection reset",
+    "cuda error",
+    "nccl error",
+)
 
 
 class RecomputeSwitch:
@@ -160,7 +169,9 @@ class _Region:
         try:
             return self.function(*args)
         except _SYMPTOMS as error:
-            if isinstance(error, RecomputeError) or any(words in str(error).lower() for words in _OTHER_CAUSES):
+            if isinstance(error, RecomputeError | dist.DistError) or any(
+                words in str(error).lower() for words in _OTHER_CAUSES
+            ):
                 raise
             raise _changed_state(self.name, error) from error
 
