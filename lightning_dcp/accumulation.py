@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dcp.agreement import Agreement
+from lightning_dcp.agreement import Agreement, StepError
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.engine import ZeroEngine
 from lightning_dcp.execution import MicroBatchRunner, RunningMicroBatch, StepOutcome
@@ -28,6 +29,13 @@ class _Tally:
     loss_sum: float | Tensor = 0.0
     masks_differ: Tensor | None = None
     problems: list[str] = field(default_factory=list)
+    error: Exception | None = None
+
+    def fail(self, micro_batch: MicroBatch, error: Exception) -> None:
+        """Keep what user code raised until all ranks know of it."""
+        self.error = error
+        text = "".join(traceback.format_exception(error)).strip()
+        self.problems.append(f"training_step failed on samples {micro_batch.sample_ids}:\n{text}")
 
     def add(self, outcome: StepOutcome) -> None:
         # Sums in float64: a long step adds up many values of different size.
@@ -78,6 +86,7 @@ class StepExecutor:
         self._running: RunningMicroBatch | None = None
         self._outcome: StepOutcome | None = None
         self._expected = 1.0
+        self._counted: list[tuple[float, bool]] = []
         self._tally = _Tally(device=device)
 
     def run(self, item: DCPBatch, closure: Callable[[int, MicroBatch | None], None]) -> StepRecord:
@@ -89,16 +98,18 @@ class StepExecutor:
                 is given its index and plan. A rank without a micro-batch calls it once with ``None``.
 
         Raises:
-            StepError: on all ranks, if the step is void on any.
+            StepError: on all ranks, if the step is void on any; a rank whose own code failed raises that error.
         """
         mine = item.plan.iteration.of_rank(self._rank)
         self._engine.begin()
         self._tally = _Tally(device=self._device)
         self._expected = max(self._agree(item, mine), 1.0)
         clock = SpanClock(self._device)
-        for index, (micro_batch, data) in enumerate(zip(mine, item.data, strict=True)):
+        for index, micro_batch in enumerate(mine):
             with clock.span():
-                self._run_one(item, micro_batch, data, index, closure)
+                self._run_one(item, micro_batch, index, closure)
+            if self._tally.error is not None:
+                break
         if not mine:
             closure(0, None)
         record = self._vote(item, clock)
@@ -125,16 +136,46 @@ class StepExecutor:
         loss = outcome.loss.to(weighted.dtype) + (weighted - weighted.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
+    def refuse_collective(self, name: str) -> bool:
+        """Whether a collective over the world was asked for inside a micro-batch; the step is void then.
+
+        Ranks run different numbers of micro-batches, so it would meet another rank's vote.
+        """
+        if self._running is None or self._agreement.world_size == 1:
+            return False
+        self._running.context.failures.append(
+            f"{name} was called inside training_step; ranks run different numbers of micro-batches, so no collective "
+            "over all ranks may run there. Log without sync_dist=True on_step=True (the step's exact loss is logged "
+            "under 'loss'), and gather outside of training_step"
+        )
+        return True
+
     def _run_one(
         self,
         item: DCPBatch,
         micro_batch: MicroBatch,
-        data: Batch,
         index: int,
         closure: Callable[[int, MicroBatch | None], None],
     ) -> None:
-        batch = self._transfer(data)
-        with self.runner.open(micro_batch, batch, epoch=item.epoch, step=item.step) as running:
+        try:
+            self._train_one(item, micro_batch, index, closure)
+        except Exception as error:
+            # Alone in its group a rank can go on to the vote and tell the others, who would wait for it; a member of
+            # a wider group cannot, since its peers are inside an exchange. Wide groups run first, so none follows.
+            if micro_batch.sp_size > 1 or self._agreement.world_size == 1:
+                raise
+            self._tally.fail(micro_batch, error)
+
+    def _train_one(
+        self,
+        item: DCPBatch,
+        micro_batch: MicroBatch,
+        index: int,
+        closure: Callable[[int, MicroBatch | None], None],
+    ) -> None:
+        batch = self._transfer(item.data[index])
+        counted = self._counted[index]
+        with self.runner.open(micro_batch, batch, epoch=item.epoch, step=item.step, counted=counted) as running:
             self._running = running
             try:
                 closure(index, micro_batch)
@@ -154,17 +195,14 @@ class StepExecutor:
         items = 0.0
         if not problems:
             try:
-                items = sum(
-                    self._items(micro_batch, data) for micro_batch, data in zip(mine, item.data, strict=True)
-                )
+                self._counted = [
+                    self.runner.count_unsharded(m, data) for m, data in zip(mine, item.data, strict=True)
+                ]
+                items = sum(count for count, _ in self._counted)
             except Exception as error:  # user hooks: whatever they raise must reach all ranks
                 problems = [f"counting the items of a batch failed: {type(error).__name__}: {error}"]
         digest = seed_from(item.plan.iteration.digest(), item.epoch, item.step) % 2**40
         return self._agreement.begin(digest, items, problems)
-
-    def _items(self, micro_batch: MicroBatch, data: Batch) -> float:
-        group = self.runner.groups.of(micro_batch.first_rank, micro_batch.sp_size)
-        return self.runner.count_unsharded(micro_batch, data, group)
 
     def _vote(self, item: DCPBatch, clock: SpanClock) -> StepRecord:
         spans = clock.spans()
@@ -172,8 +210,10 @@ class StepExecutor:
         tally = self._tally
         try:
             totals = self._agreement.end((tally.count, tally.loss_sum, busy), tally.masks_differ, tally.problems)
-        except BaseException:
+        except StepError as agreed:
             self._engine.abandon()
+            if tally.error is not None:
+                raise tally.error from agreed
             raise
         if totals.count != self._expected and totals.count > 0:
             # training_step counted otherwise than loss_items: the weights used N = expected, the truth is the vote's.

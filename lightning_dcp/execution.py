@@ -129,7 +129,13 @@ class MicroBatchRunner:
 
     @contextmanager
     def open(
-        self, micro_batch: MicroBatch, batch: Batch, *, epoch: int = 0, step: int = 0
+        self,
+        micro_batch: MicroBatch,
+        batch: Batch,
+        *,
+        epoch: int = 0,
+        step: int = 0,
+        counted: tuple[float, bool] | None = None,
     ) -> Iterator[RunningMicroBatch]:
         """Publish the micro-batch until its backward is done.
 
@@ -138,6 +144,7 @@ class MicroBatchRunner:
             batch: collated and unsharded, on the device of the module.
             epoch: epoch of the permutation.
             step: step of the epoch; with the samples and the rank in the group it seeds dropout.
+            counted: what :meth:`count_unsharded` gave; counting on a device would wait for it.
         """
         group = self.groups.of(micro_batch.first_rank, micro_batch.sp_size)
         context = MicroBatchContext(
@@ -158,7 +165,7 @@ class MicroBatchRunner:
             stack.enter_context(self.recompute.depth(micro_batch.recompute))
             stack.enter_context(_seeded(seed_from(self.seed, epoch, step, micro_batch.sample_ids[0], group.rank)))
             shard = self.hooks.shard(batch, group)
-            items, one_item_count = self.count(shard, context)
+            items, one_item_count = counted or self.count(shard, context)
             yield RunningMicroBatch(
                 micro_batch=micro_batch,
                 shard=shard,
@@ -190,8 +197,9 @@ class MicroBatchRunner:
         counted = totals_B[totals_B > 0]
         return float(share), counted.numel() == 0 or bool((counted == counted[0]).all())
 
-    def count_unsharded(self, micro_batch: MicroBatch, batch: Batch, group: SPGroup) -> float:
-        """Items of this rank's shard of a micro-batch that is not running yet; nothing is moved or communicated."""
+    def count_unsharded(self, micro_batch: MicroBatch, batch: Batch) -> tuple[float, bool]:
+        """:meth:`count` of this rank's shard of a micro-batch that is not running yet; nothing is communicated."""
+        group = self.groups.of(micro_batch.first_rank, micro_batch.sp_size)
         context = MicroBatchContext(
             group=group,
             sample_ids=micro_batch.sample_ids,
@@ -202,7 +210,7 @@ class MicroBatchRunner:
             items_per_sample_B=self._items_per_sample(batch),
         )
         with activate(context):
-            return self.count(self.hooks.shard(batch, group), context)[0]
+            return self.count(self.hooks.shard(batch, group), context)
 
     def outcome(self, running: RunningMicroBatch, result: Any) -> StepOutcome:
         """Translate what ``training_step`` returned.

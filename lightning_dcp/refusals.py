@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
@@ -34,6 +37,38 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)
+
+
+def check_parameters(module: pl.LightningModule) -> None:
+    """Refuse parameters that DeepSpeed cannot hold.
+
+    Raises:
+        MisconfigurationException: a trainable parameter has no dimension.
+    """
+    scalars = [name for name, p in module.named_parameters() if p.requires_grad and p.dim() == 0]
+    if scalars:
+        raise MisconfigurationException(
+            f"the parameters {scalars} have no dimension, which DeepSpeed ZeRO does not support; make them "
+            "tensors of shape (1,)"
+        )
+
+
+@contextmanager
+def explained_optimizers() -> Iterator[None]:
+    """Say of several optimizers what is allowed here: Lightning's advice is manual optimization, which is refused.
+
+    Raises:
+        MisconfigurationException: ``configure_optimizers`` returned more than one optimizer.
+    """
+    try:
+        yield
+    except (RuntimeError, MisconfigurationException) as error:
+        if "multiple optimizers" not in str(error) and "single optimizer" not in str(error):
+            raise
+        raise MisconfigurationException(
+            "configure_optimizers returned more than one optimizer (or schedule); DCPStrategy allows one of each, "
+            "since a plan ends in one optimizer step. Use one optimizer with several parameter groups"
+        ) from error
 
 
 def _check_callback(callback: pl.Callback) -> None:

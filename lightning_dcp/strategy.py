@@ -30,7 +30,7 @@ from lightning_dcp.planners import Planner
 from lightning_dcp.portable import PortableDeepSpeedStrategy
 from lightning_dcp.preparation import Prepared, Settings, Site, prepare
 from lightning_dcp.records import StepRecord
-from lightning_dcp.refusals import check_trainer
+from lightning_dcp.refusals import check_parameters, check_trainer, explained_optimizers
 from lightning_dcp.sequence_parallel.context import LossWeighting
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
 from lightning_dcp.upstream import (
@@ -53,7 +53,8 @@ class DCPStrategy(PortableDeepSpeedStrategy):
 
     Args:
         planner: ``"balanced"``, ``"static"``, or an object that satisfies ``lightning_dcp.planners.Planner``.
-        sp_sizes: sequence-parallel sizes that plans may use; by default all that the heads and the world allow.
+        sp_sizes: sequence-parallel sizes that plans may use beside 1; by default all that the heads and the world
+            allow.
         max_batch_size: most samples in one micro-batch.
         max_tokens: most padded tokens of one micro-batch per rank.
         min_micro_batches: ``G_min`` of the paper (Appendix C).
@@ -198,7 +199,9 @@ class DCPStrategy(PortableDeepSpeedStrategy):
             half=str(trainer.precision).startswith("bf16"),
         )
         self._config_initialized = False
-        super().setup(trainer)
+        check_parameters(module)
+        with explained_optimizers():
+            super().setup(trainer)
         self._before_transfer = self._hooks.enter_context(steps_pass_transfer_hooks(module))
         if trainer.state.fn == TrainerFn.FITTING:
             # Not by fit_loop.setup_data(): it would read the first step of a loader without a length.
@@ -305,6 +308,23 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         loss = torch.tensor(self._last_step.loss)
         set_closure_loss(closure, loss)
         return loss
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a reduction over all ranks inside a micro-batch; elsewhere as under any strategy."""
+        if self._executor is not None and self._executor.refuse_collective("a reduction over all ranks"):
+            return tensor
+        return super().reduce(tensor, *args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a barrier inside a micro-batch; elsewhere as under any strategy."""
+        if self._executor is None or not self._executor.refuse_collective("a barrier"):
+            super().barrier(*args, **kwargs)
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Refuse a gather over all ranks inside a micro-batch; elsewhere as under any strategy."""
+        if self._executor is not None and self._executor.refuse_collective("all_gather"):
+            return tensor.expand(self.world_size, *tensor.shape)
+        return super().all_gather(tensor, *args, **kwargs)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

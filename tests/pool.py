@@ -134,7 +134,7 @@ def _perform(task: bytes, rank: int) -> Any:
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.manual_seed(0)
     # As after a launch: Lightning takes the rank from the environment when it is imported, which was long ago.
-    rank_zero_only.rank = rank
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )

@@ -297,3 +297,85 @@ def test_numpy_integers_as_lengths_are_welcome() -> None:
     data = Data(CASE)
     data.setup()
     assert data.train_dataloader().shapes.dtype == np.int64
+
+
+class _Fails(Module):
+    """Raises on the rank that gets a certain sample."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1:
+            raise ArithmeticError("user code broke")
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_fails() -> tuple[str, str]:
+    case = replace(CASE, sp_sizes=(1,))
+    try:
+        _fit(Data(case), case, module=_Fails(case))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_exception_of_user_code_on_one_rank_ends_all(pool: Pool) -> None:
+    """The failing rank raises its own error; the others are told of it and do not wait."""
+    first, second = pool.run(_fit_fails, 2, timeout=60.0)
+    assert second == ("ArithmeticError", "user code broke")
+    assert first[0] == "StepError"
+    assert "rank 1: training_step failed on samples" in first[1]
+    assert "user code broke" in first[1]
+
+
+class _Collective(Module):
+    """Asks for something over all ranks inside of training_step."""
+
+    kind = "log"
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        if self.kind == "log":
+            self.log("x", 1.0, sync_dist=True, on_step=True)
+        elif self.kind == "all_gather":
+            gathered = self.all_gather(torch.ones(3))
+            assert isinstance(gathered, torch.Tensor)
+            assert gathered.shape == (2, 3)
+        else:
+            self.trainer.strategy.barrier()
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_collective(kind: str) -> None:
+    module = _Collective(CASE)
+    module.kind = kind
+    _fit(Data(CASE), module=module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [("log", "a reduction over all ranks"), ("all_gather", "all_gather"), ("barrier", "a barrier")],
+)
+def test_a_collective_of_the_world_inside_a_micro_batch_is_an_error(pool: Pool, kind: str, sentence: str) -> None:
+    _raised(pool, f"{sentence} was called inside training_step", _fit_collective, 2, kind)
+
+
+class _Scalar(Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.temperature = torch.nn.Parameter(torch.tensor(1.0))
+
+
+class _TwoOptimizers(Module):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+def _fit_module(kind: str) -> None:
+    case = replace(CASE, world_size=2)
+    _fit(Data(case), case, module={"scalar": _Scalar, "two": _TwoOptimizers}[kind](case))
+
+
+def test_a_parameter_without_a_dimension_is_named(pool: Pool) -> None:
+    _raised(pool, "['temperature'] have no dimension", _fit_module, 2, "scalar")
+
+
+def test_several_optimizers(pool: Pool) -> None:
+    _raised(pool, "more than one optimizer", _fit_module, 2, "two")
