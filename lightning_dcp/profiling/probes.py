@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from lightning_dcp.cost import IntArray
+from lightning_dcp.lengths import representatives
 from lightning_dcp.plan import MicroBatch, Shape
 from lightning_dcp.planners.assembly import pad
 from lightning_dcp.planners.protocol import Limits
@@ -78,9 +78,10 @@ def plan_probes(
 ) -> tuple[LengthProbes, ...]:
     """Choose what to measure, from the shortest length to the longest.
 
-    Lengths stand in a geometric row between the extremes of the data. One sample at a time gives the dependence
-    on the length. Batches of 4, 16 and 64, as long as they have at most half the tokens of the longest sample,
-    give that on the batch size: a call's fixed cost is shared by the samples, which ``b = 1`` cannot show.
+    Lengths are the edges of the data's length groups (paper 3.1, 3.5), so they stand close where padding to the next
+    one would cost most; the shortest edge and the longest sample are among them. One sample at a time gives the
+    dependence on the length. Batches of 4, 16 and 64, as long as they have at most half the tokens of the longest
+    sample, give that on the batch size: a call's fixed cost is shared by the samples, which ``b = 1`` cannot show.
 
     Args:
         shapes: sizes of all samples, ``[n, axes]``.
@@ -89,7 +90,7 @@ def plan_probes(
         num_lengths: at most so many lengths, at least 2.
     """
     sizes = _Sizes(shapes)
-    chosen = sizes.lengths(num_lengths)
+    chosen = representatives(shapes, max(num_lengths, 2))
     return tuple(
         LengthProbes(
             shape=shape,
@@ -136,18 +137,6 @@ class _Sizes:
 
     def of(self, ids: tuple[int, ...]) -> tuple[Shape, ...]:
         return tuple(tuple(int(axis) for axis in self._shapes[i]) for i in ids)
-
-    def lengths(self, count: int) -> list[Shape]:
-        """Sizes of the data that follow a geometric row, the next longer ones, from the fewest tokens to the most."""
-        ordered = self._tokens[self._order]
-        first, last, steps = int(ordered[0]), int(ordered[-1]), max(count, 2) - 1
-        shapes = {}
-        for step in range(steps + 1):
-            # Integers only: a logarithm may differ in its last bit between two machines, and all ranks must agree.
-            wanted = first ** (steps - step) * last**step
-            place = bisect_left(ordered, wanted, key=lambda tokens: int(tokens) ** steps)
-            shapes[int(ordered[place])] = self.of((int(self._order[place]),))[0]
-        return [shapes[tokens] for tokens in sorted(shapes)]
 
     def samples(self, shape: Shape, batch: int) -> tuple[int, ...]:
         """Samples that fill a batch of a size: the nearest ones that fit in, over and over if there are few."""
