@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dcp.cost import IntArray, Profile
+
+RANKS_FILE = "lightning_dcp.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,30 @@ class Section:
             world_size=int(content["world_size"]),
             profile=Profile.from_json(content["profile"]),
             loader=dict(content["loader"]),
+        )
+
+
+def write_ranks(folder: str | Path, world_size: int) -> None:
+    """Note beside a checkpoint how many ranks wrote it; called by rank 0."""
+    Path(folder, RANKS_FILE).write_text(json.dumps({"world_size": world_size}))
+
+
+def check_ranks(folder: str | Path, world_size: int) -> None:
+    """Refuse a checkpoint whose optimizer state is divided over another number of ranks.
+
+    Called by every rank before anything is loaded; a checkpoint without the note is left to DeepSpeed.
+
+    Raises:
+        MisconfigurationException: with both numbers and what to do.
+    """
+    try:
+        written = json.loads(Path(folder, RANKS_FILE).read_text())["world_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if written != world_size:
+        raise MisconfigurationException(
+            f"{folder} was written by {written} ranks and cannot be resumed on {world_size}: the optimizer state is "
+            f"stored in {written} parts. Resume on {written} ranks"
         )
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_dcp.accumulation import StepExecutor
 from lightning_dcp.agreement import Agreement
 from lightning_dcp.callback import DCPCallback
-from lightning_dcp.checkpoint import Section, resumed_profile
+from lightning_dcp.checkpoint import Section, check_ranks, resumed_profile, write_ranks
 from lightning_dcp.cost import Profile, RecomputePolicy
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.loader import DCPLoader
@@ -334,9 +334,13 @@ class DCPStrategy(PortableDeepSpeedStrategy):
             section = Section(world_size=self.world_size, profile=self.profile, loader=self._loader.state_dict())
             checkpoint = {**checkpoint, Section.KEY: section.to_dict()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            write_ranks(filepath, self.world_size)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Continue the data where the checkpoint stands, with its profile where it fits."""
+        if self._prepared is not None:
+            check_ranks(checkpoint_path, self.world_size)
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._prepared is not None and Section.KEY in checkpoint:
             section = Section.from_dict(checkpoint[Section.KEY])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import Pool
+from tests.pool import Pool, RemoteError
 from tests.resuming import CASE, EPOCHS, STEPS, run
 
 
@@ -33,6 +33,16 @@ def test_resuming_after_any_step_is_bit_equal(pool: Pool, tmp_path: Path, worker
         resumed = pool.run(run, 2, str(tmp_path / "again"), workers=workers, resume=checkpoint, timeout=120.0)
         assert resumed[0][1] == steps[step:], f"resumed after step {step}"
         assert resumed[0][0] == resumed[1][0] == whole[0][0], f"resumed after step {step}"
+
+
+def test_another_number_of_ranks_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#19585: a sentence on every rank, until checkpoints can be divided anew."""
+    pool.run(run, 2, str(tmp_path), timeout=120.0)
+    with pytest.raises(RemoteError) as caught:
+        pool.run(run, 3, str(tmp_path / "more"), resume=str(tmp_path / "step=2.ckpt"), devices=3, timeout=120.0)
+    assert sorted(caught.value.tracebacks) == [0, 1, 2]
+    for text in caught.value.tracebacks.values():
+        assert "was written by 2 ranks and cannot be resumed on 3" in text
 
 
 @pytest.mark.launch
