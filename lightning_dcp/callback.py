@@ -45,7 +45,8 @@ class DCPCallback(pl.Callback):
         self._last_end = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start, on rank 0, a new file of plans."""
+        """Start the clock, since a run that resumes within an epoch starts none, and on rank 0 a new file of plans."""
+        self._last_end = time.perf_counter()
         if self.plans_file is not None and trainer.is_global_zero and trainer.global_step == 0:
             self.plans_file.parent.mkdir(parents=True, exist_ok=True)
             self.plans_file.write_text("")

@@ -7,7 +7,7 @@ from lightning_dcp.records import StepRecord
 
 
 def mean_settings(plan: IterationPlan) -> dict[str, float]:
-    """Means of the settings of a step: ``p`` per token, ``g`` per rank, and the share of recomputed layers per token.
+    """Means of the settings of a step: ``p`` per token, ``g`` per rank, and recomputed layers per token.
 
     A token counts with its own micro-batch's settings, so a long sample weighs what it costs.
     """

@@ -332,6 +332,13 @@ def test_probes_cover_the_data_and_respect_the_limits() -> None:
     assert {probe.batch_size for length in lengths for probe in length.probes} == {1, 4}
 
 
+def test_probes_of_a_model_that_minds_padding_hold_one_shape() -> None:
+    shapes = np.random.default_rng(0).integers(10, 400, size=(300, 1))
+    lengths = plan_probes(shapes, (1,), replace(LIMITS, exact_shapes=True), 5)
+    assert max(probe.batch_size for length in lengths for probe in length.probes) > 1
+    assert all(set(probe.sizes) == {length.shape} for length in lengths for probe in length.probes)
+
+
 def test_probes_of_short_samples_are_padded_as_plans_are() -> None:
     for length in plan_probes(np.asarray([[1], [3], [9]]), (1, 2, 4), LIMITS):
         for probe in length.probes:

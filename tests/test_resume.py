@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.pool import Pool, RemoteError
-from tests.resuming import CASE, EPOCHS, STEPS, run
+from tests.resuming import CASE, EPOCHS, STEPS, Momentum, run
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -70,3 +70,28 @@ def _launch(folder: Path, kill: str, resume: str) -> subprocess.CompletedProcess
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL
     )
+
+
+def _resumed_throughput(folder: str) -> list[float]:
+    from lightning_dcp.callback import DCPCallback
+    from lightning_dcp.strategy import DCPStrategy
+    from tests.fitting import Data, make_trainer
+
+    callback = DCPCallback()
+    trainer = make_trainer(
+        DCPStrategy(memory_limit="40MB", self_check=False, length_groups=2),
+        CASE,
+        devices=2,
+        max_epochs=EPOCHS,
+        callbacks=[callback],
+    )
+    trainer.fit(Momentum(CASE), datamodule=Data(CASE), ckpt_path=folder)
+    return [metrics["tokens_per_second"] for metrics in callback.metrics]
+
+
+def test_throughput_of_the_first_step_after_resuming(pool: Pool, tmp_path: Path) -> None:
+    """A clock that was never started gave a thousandth of a token per second."""
+    pool.run(run, 2, str(tmp_path), timeout=120.0)
+    rates = pool.run(_resumed_throughput, 2, str(tmp_path / "step=2.ckpt"), timeout=120.0)[0]
+    assert len(rates) == STEPS - 2
+    assert rates[0] > max(rates) / 1000

@@ -114,7 +114,7 @@ def _probes_of_length(sizes: _Sizes, shape: Shape, sp_sizes: tuple[int, ...], li
                 and (batch == 1 or tokens <= most)
             )
             if allowed or widest_alone:
-                ids = sizes.samples(shape, batch)
+                ids = sizes.samples(shape, batch, limits.exact_shapes)
                 found.append(Probe(shape=shape, sp_size=sp_size, sample_ids=ids, sizes=sizes.of(ids)))
     return found
 
@@ -138,10 +138,17 @@ class _Sizes:
     def of(self, ids: tuple[int, ...]) -> tuple[Shape, ...]:
         return tuple(tuple(int(axis) for axis in self._shapes[i]) for i in ids)
 
-    def samples(self, shape: Shape, batch: int) -> tuple[int, ...]:
-        """Samples that fill a batch of a size: the nearest ones that fit in, over and over if there are few."""
+    def samples(self, shape: Shape, batch: int, exact: bool) -> tuple[int, ...]:
+        """Samples that fill a batch of a size: the nearest ones that fit in, over and over if there are few.
+
+        Args:
+            shape: size of the batch.
+            batch: number of samples.
+            exact: only samples of that very size, since the model minds padding.
+        """
         tokens = prod(shape)
-        fits = (self._shapes <= np.asarray(shape)).all(axis=1) & (self._tokens >= _NEAR * tokens)
+        same = self._shapes == np.asarray(shape) if exact else self._shapes <= np.asarray(shape)
+        fits = same.all(axis=1) & (self._tokens >= _NEAR * tokens)
         longest_first = self._order[::-1]
         candidates = longest_first[fits[longest_first]][:batch]
         return tuple(int(candidates[i % len(candidates)]) for i in range(batch))
