@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -130,6 +131,11 @@ class StepExecutor:
             return self._zero()
         result = call(self._running.shard)
         outcome = self.runner.outcome(self._running, result)
+        if not outcome.objective.is_floating_point() or not outcome.objective.requires_grad:
+            raise ValueError(
+                f"training_step returned a loss of type {outcome.loss.dtype} through which no gradient flows; return a "
+                "floating-point loss that depends on the parameters, without detach() or item()"
+            )
         self._outcome = outcome
         self._tally.add(outcome)
         weighted = outcome.objective * (self._agreement.world_size / self._expected)
@@ -215,6 +221,12 @@ class StepExecutor:
             if tally.error is not None:
                 raise tally.error from agreed
             raise
+        if not 0 <= totals.count < math.inf:
+            self._engine.abandon()
+            raise StepError(
+                f"the counts that training_step returned add up to {totals.count} over all ranks; return as "
+                '"count" the number of items that "loss" is the sum over, 0 or more'
+            )
         if totals.count != self._expected and totals.count > 0:
             # training_step counted otherwise than loss_items: the weights used N = expected, the truth is the vote's.
             self._engine.scale_gradients(self._expected / totals.count)

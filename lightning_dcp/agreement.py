@@ -116,6 +116,29 @@ class Agreement:
         raise StepError("\n".join(dict.fromkeys(lines)))
 
 
+def raise_together(error: Exception | None, world_size: int, doing: str) -> None:
+    """Raise on every rank what any of them met, its own on a rank that has one; one small gather, by every rank.
+
+    Args:
+        error: what this rank met.
+        world_size: number of ranks; with one nothing is communicated.
+        doing: what failed, for the sentence.
+
+    Raises:
+        StepError: another rank has an error and this one has none.
+    """
+    mine = None if error is None else f"{doing} failed with {type(error).__name__}: {error}"
+    everyone = [mine]
+    if world_size > 1:
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, mine)
+    if error is not None:
+        raise error
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+    if lines:
+        raise StepError("\n".join(lines))
+
+
 _MASKS_DIFFER = (
     "an attention mask was given on some ranks of a sequence-parallel group only, so part of the heads ignored it. "
     "Pass the mask on every shard (also where it is all True), or set sp_sizes=[1]"

@@ -116,6 +116,8 @@ def read_config(config: Config | str | Path | None) -> Config:
     """
     if config is None or isinstance(config, dict):
         return dict(config or {})
+    if not isinstance(config, str | Path):
+        raise ValueError(f"deepspeed_config is {config!r}; allowed are a dict and the name of a JSON file")
     path = Path(config)
     if not path.is_file():
         raise FileNotFoundError(f"deepspeed_config names {path}, which is no file; give a dict or a JSON file")

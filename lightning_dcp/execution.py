@@ -6,9 +6,11 @@ sequence-parallel group, its recompute depth and its random numbers. Only that g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, Protocol
 
 import torch
@@ -187,7 +189,10 @@ class MicroBatchRunner:
     def count(self, shard: Batch, context: MicroBatchContext) -> tuple[float, bool]:
         """Items (weighted by sample: samples) of a shard, and whether a plain mean over items may stand for it."""
         if self.loss.weighting == "token":
-            return float(self.hooks.loss_items(shard)), True
+            items = float(self.hooks.loss_items(shard))
+            if not 0 <= items < math.inf:
+                raise ValueError(f"loss_items returned {items}; it must be the number of items, 0 or more")
+            return items, True
         totals_B = context.items_per_sample_B
         labels = shard.get(self.loss.labels_key)
         if totals_B is None or not isinstance(labels, Tensor):
@@ -236,7 +241,7 @@ class MicroBatchRunner:
             )
         count: float | Tensor = running.items
         if mapping and "count" in result:
-            count, objective = result["count"], loss
+            count, objective = _checked_count(result["count"]), loss
         else:
             self._check_plain(running)
             # In float32 at least: the weight of a bf16 loss would be rounded to 8 bits.
@@ -274,6 +279,18 @@ class MicroBatchRunner:
         if not isinstance(labels, Tensor):
             return None
         return (labels != self.loss.ignore_index).flatten(1).sum(1).to(torch.float64)
+
+
+def _checked_count(count: Any) -> float | Tensor:
+    """A count that can be added up. The value of a tensor is checked after the step: reading it would wait for it."""
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+        return count.detach().reshape(())
+    if isinstance(count, Real) and 0 <= float(count) < math.inf:
+        return float(count)
+    raise ValueError(
+        f'training_step returned the "count" {_describe(count)}; it must be one number, 0 or more: the items that '
+        '"loss" is the sum over'
+    )
 
 
 def _describe(result: Any) -> str:

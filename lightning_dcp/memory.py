@@ -29,7 +29,7 @@ def memory_bytes(limit: float | int | str, device: torch.device, ranks_per_node:
     """
     if isinstance(limit, str):
         return _parse(limit)
-    if isinstance(limit, bool) or not 0 < limit <= 1:
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= 1:
         raise ValueError(
             f"memory_limit is {limit!r}; allowed are a share of the device's memory above 0 and up to 1, or an amount "
             'such as "80GB"'

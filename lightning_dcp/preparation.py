@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_dcp.agreement import raise_together
 from lightning_dcp.cost import CostModel, IntArray, Profile, RecomputePolicy
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.lengths import shape_of
@@ -63,11 +64,14 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value!r}; allowed are integers from 1")
-        if self.max_step_factor is not None and not self.max_step_factor >= 1:
+        factor = self.max_step_factor
+        if factor is not None and not (isinstance(factor, int | float) and factor >= 1):
             raise ValueError(f"max_step_factor is {self.max_step_factor!r}; allowed are numbers from 1")
-        for size in self.sp_sizes or ():
-            if type(size) is not int or size < 1:
-                raise ValueError(f"sp_sizes is {list(self.sp_sizes or ())}; allowed are integers from 1")
+        sizes = self.sp_sizes
+        if sizes is not None and (not sizes or any(type(size) is not int or size < 1 for size in sizes)):
+            raise ValueError(f"sp_sizes is {list(sizes)}; allowed are integers from 1, or None for all that fit")
+        if not isinstance(self.profile, Profile | str | Path | None) or self.profile == "":
+            raise ValueError(f"profile is {self.profile!r}; allowed are a Profile, the name of a file, and None")
         memory_bytes(self.memory_limit, torch.device("cpu"), 1)
 
 
@@ -250,7 +254,12 @@ def _sp_sizes(
             "Sequence parallelism is not available for samples of more than one axis: all groups have one rank."
         )
         return (1,)
-    seen = _attention_calls(site.rank, runner, module, loader.shapes, load)
+    seen, error = AttentionRecorder(), None
+    try:
+        _watch_attention(seen, site.rank, runner, module, loader.shapes, load)
+    except Exception as raised:  # user code, which may fail on one rank only
+        error = raised
+    raise_together(error, site.world_size, "a first forward of training_step")
     if not seen.heads:
         rank_zero_warn(
             "No call of torch.nn.functional.scaled_dot_product_attention was seen in training_step, so sequences "
@@ -274,15 +283,15 @@ def _sp_sizes(
     return chosen
 
 
-def _attention_calls(
+def _watch_attention(
+    recorder: AttentionRecorder,
     rank: int,
     runner: MicroBatchRunner,
     module: torch.nn.Module,
     shapes: IntArray,
     load: Callable[[MicroBatch], Batch],
-) -> AttentionRecorder:
-    """What ``training_step`` asks of attention for two samples: one alone may be as long as a fixed memory is."""
-    recorder = AttentionRecorder()
+) -> None:
+    """Record what ``training_step`` asks of attention for two samples: one may be as long as a fixed memory is."""
     for sample in short_samples(shapes, 2):
         shape = shape_of(shapes[sample])
         micro_batch = MicroBatch(
@@ -291,4 +300,3 @@ def _attention_calls(
         )  # fmt: skip
         with untouched(module), recorder, torch.no_grad(), runner.step(micro_batch, load(micro_batch)):
             pass
-    return recorder

@@ -43,8 +43,13 @@ def check_parameters(module: pl.LightningModule) -> None:
     """Refuse parameters that DeepSpeed cannot hold.
 
     Raises:
-        MisconfigurationException: a trainable parameter has no dimension.
+        MisconfigurationException: a trainable parameter has no dimension, or nothing is left to train.
     """
+    if module.trainer.state.fn == "fit" and not any(p.requires_grad for p in module.parameters()):
+        raise MisconfigurationException(
+            f"{type(module).__name__} has no parameter with requires_grad=True, so there is nothing to train; leave "
+            "at least one parameter trainable"
+        )
     scalars = [name for name, p in module.named_parameters() if p.requires_grad and p.dim() == 0]
     if scalars:
         raise MisconfigurationException(

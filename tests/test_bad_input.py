@@ -368,9 +368,25 @@ class _TwoOptimizers(Module):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
 
 
+class _Frozen(Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.requires_grad_(False)
+
+
+class _FailsAtOnce(Module):
+    """Raises on one rank already in the forward that looks for attention heads."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1:
+            raise ArithmeticError("user code broke")
+        return super().training_step(batch, batch_idx)
+
+
 def _fit_module(kind: str) -> None:
     case = replace(CASE, world_size=2)
-    _fit(Data(case), case, module={"scalar": _Scalar, "two": _TwoOptimizers}[kind](case))
+    kinds = {"scalar": _Scalar, "two": _TwoOptimizers, "frozen": _Frozen, "first": _FailsAtOnce}
+    _fit(Data(case), case, module=kinds[kind](case))
 
 
 def test_a_parameter_without_a_dimension_is_named(pool: Pool) -> None:
@@ -379,3 +395,12 @@ def test_a_parameter_without_a_dimension_is_named(pool: Pool) -> None:
 
 def test_several_optimizers(pool: Pool) -> None:
     _raised(pool, "more than one optimizer", _fit_module, 2, "two")
+
+
+def test_a_model_without_anything_to_train(pool: Pool) -> None:
+    _raised(pool, "no parameter with requires_grad=True", _fit_module, 2, "frozen")
+
+
+def test_user_code_that_fails_on_one_rank_in_the_first_forward_ends_all(pool: Pool) -> None:
+    """It is called in setup, where no step's vote can tell the others."""
+    _raised(pool, "user code broke", _fit_module, 2, "first")

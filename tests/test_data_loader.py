@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -335,6 +337,94 @@ def test_a_killed_worker_is_text_too() -> None:
     assert batch.error is not None
     assert f"step 0 of epoch 0, samples {loader.sampler.samples(0, 0).tolist()}" in batch.error
     assert "a worker process ended while samples were read" in batch.error
+
+
+class Odd(Tokens):
+    """Gives what cannot be sent to another process, or ends its worker in the middle."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "odd": (lambda: index) if index == 5 else index}
+
+
+def test_what_a_worker_cannot_send_is_text_and_no_endless_wait() -> None:
+    """torch drops such a batch in the worker, and the run waits for it for ever."""
+    loader = _loader(num_workers=1, dataset=Odd(LENGTHS))
+    errors = [batch.error for batch in loader if batch.error is not None]
+    assert len(errors) == 1
+    assert '"odd" of a batch cannot be sent from a worker process' in errors[0]
+    assert "num_workers=0" in errors[0]
+    loader.close()
+    assert all(batch.error is None for batch in _loader(dataset=Odd(LENGTHS)))
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("reset by peer"), EOFError(), FileNotFoundError("no socket")]
+)
+def test_half_sent_data_of_a_dead_worker_is_text_too(error: Exception) -> None:
+    """A worker that ends by itself (os._exit, sys.exit) may leave tensors that the main process cannot open."""
+
+    def broken() -> Any:
+        raise error
+        yield
+
+    loader = _loader()
+    steps = iter(loader)
+    assert next(steps).error is None
+    steps._readings = broken()  # type: ignore[attr-defined]
+    next(iter(loader._tasks(context(), 0, 1, steps._planned)))  # type: ignore[attr-defined]
+    batch = next(steps)
+    assert batch.error is not None
+    assert "a worker process ended while samples were read" in batch.error
+
+
+class Stray(RoundRobin):
+    """Changes one field of a valid plan's first micro-batch."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def plan(self, request: PlanRequest) -> IterationPlan:
+        plan = super().plan(request)
+        return replace(
+            plan, micro_batches=(replace(plan.micro_batches[0], **self.changes), *plan.micro_batches[1:])
+        )
+
+
+class Nothing(RoundRobin):
+    def plan(self, request: PlanRequest) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("planner", "limits", "sentence"),
+    [
+        (Nothing(), {}, "gave None; plan(request) must return an IterationPlan"),
+        (
+            Stray(first_rank=1, sp_size=2, padded_shape=(12,)),
+            {},
+            "the group (first_rank, sp_size) = (1, 2); allowed",
+        ),
+        (Stray(recompute=(3,)), {}, "recompute = (3,); allowed are counts from 0 up to (2,)"),
+        (Stray(recompute=(1, 1)), {}, "recompute = (1, 1); allowed are counts from 0 up to (2,)"),
+        (Stray(recompute=(1,)), {"recompute": "none"}, "recomputation is switched off"),
+        (Stray(padded_shape=(64,)), {"exact_shapes": True}, "padding to (64,); padding is switched off"),
+    ],
+)
+def test_a_plan_that_this_run_cannot_have_is_refused_where_it_is_made(
+    planner: RoundRobin, limits: dict[str, Any], sentence: str
+) -> None:
+    """In the middle of a step only the ranks of the group would find out, and the others would wait."""
+    for rank in range(4):
+        loader = _loader(rank, 4, planner)
+        given = context(rank, 4, planner)
+        loader.bind(replace(given, limits=replace(given.limits, **limits)))
+        with pytest.raises(PlanError, match=re.escape(sentence)):
+            next(iter(loader))
+
+
+def test_a_seed_of_any_size() -> None:
+    assert sorted(i for ids in _steps(_loader(seed=10**30)) for i in ids) == list(range(len(LENGTHS)))
 
 
 class Infeasible(RoundRobin):

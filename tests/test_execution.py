@@ -226,6 +226,9 @@ def test_nothing_is_patched_at_size_one(pool: Pool) -> None:
         assert answer["failures"] == []
 
 
+GRADIENT = torch.ones((), requires_grad=True)
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -233,6 +236,11 @@ def test_nothing_is_patched_at_size_one(pool: Pool) -> None:
         (torch.zeros(3), r"tensor of shape \(3,\)"),
         ({"count": 1}, "keys \\['count'\\]"),
         (1.0, "1.0"),
+        ({"loss": GRADIENT, "count": -1}, '"count" -1'),
+        ({"loss": GRADIENT, "count": float("nan")}, '"count" nan'),
+        ({"loss": GRADIENT, "count": "3"}, "\"count\" '3'"),
+        ({"loss": GRADIENT, "count": None}, '"count" None'),
+        ({"loss": GRADIENT, "count": torch.ones(2)}, '"count" a tensor of shape \\(2,\\)'),
     ],
 )
 def test_what_training_step_may_not_return(value: Any, words: str) -> None:
@@ -261,10 +269,82 @@ def test_what_training_step_may_not_return(value: Any, words: str) -> None:
     )
     batch = data.train_dataloader().load(micro_batch)
     with (
-        pytest.raises(ValueError, match=f"training_step returned .*{words}.*return a scalar"),
+        pytest.raises(ValueError, match=f"training_step returned .*{words}.*(return a|it must be)"),
         runner.step(micro_batch, batch),
     ):
         pass
+
+
+class _WrongCount(Module):
+    """Tensors as counts are not looked at before the step is over."""
+
+    def __init__(self, case: Case, count: float) -> None:
+        super().__init__(case)
+        self.wrong = count
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        values_BS, mask_BS = self.values(batch)
+        count = mask_BS.sum() if self.trainer.global_rank == 0 else torch.tensor(self.wrong)
+        return {"loss": (values_BS * mask_BS).sum(), "count": count}
+
+
+def _fit_wrong_count(count: float) -> None:
+    case = replace(CASE, masked="none")
+    make_trainer(make_strategy(case, planner=Fixed()), case, devices=2).fit(
+        _WrongCount(case, count), datamodule=Data(case)
+    )
+
+
+@pytest.mark.parametrize("count", [float("nan"), -1e4, float("inf")])
+def test_counts_that_add_up_to_no_number_of_items_end_all_ranks(pool: Pool, count: float) -> None:
+    """They would leave the weight of the step wrong, without a word."""
+    with pytest.raises(RemoteError) as caught:
+        pool.run(_fit_wrong_count, 2, count, timeout=60.0)
+    assert sorted(caught.value.tracebacks) == [0, 1]
+    for text in caught.value.tracebacks.values():
+        assert "the counts that training_step returned add up to" in text
+
+
+class _WithoutGradient(Module):
+    how = "detached"
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"detached": loss.detach(), "whole": torch.tensor(3), "complex": loss.to(torch.complex64)}[self.how]
+
+
+def _fit_without_gradient(how: str) -> None:
+    module = _WithoutGradient(CASE)
+    module.how = how
+    make_trainer(make_strategy(CASE, planner=Fixed()), CASE, devices=2).fit(module, datamodule=Data(CASE))
+
+
+@pytest.mark.parametrize("how", ["detached", "whole", "complex"])
+def test_a_loss_without_a_gradient_is_named(pool: Pool, how: str) -> None:
+    with pytest.raises(RemoteError) as caught:
+        pool.run(_fit_without_gradient, 2, how, timeout=60.0)
+    assert sorted(caught.value.tracebacks) == [0, 1]
+    for text in caught.value.tracebacks.values():
+        assert "through which no gradient flows" in text
+
+
+class _WrongItems(Data):
+    def loss_items(self, batch: Any) -> int:
+        return -3
+
+
+def _fit_wrong_items() -> None:
+    make_trainer(make_strategy(CASE, planner=Fixed()), CASE, devices=2).fit(
+        Module(CASE), datamodule=_WrongItems(CASE)
+    )
+
+
+def test_a_negative_number_of_items_is_refused(pool: Pool) -> None:
+    with pytest.raises(RemoteError) as caught:
+        pool.run(_fit_wrong_items, 2, timeout=60.0)
+    assert sorted(caught.value.tracebacks) == [0, 1]
+    for text in caught.value.tracebacks.values():
+        assert "loss_items returned -3.0; it must be the number of items" in text
 
 
 class _NoIndex(Module):

@@ -97,7 +97,14 @@ def test_deepspeed_settings(config: dict[str, Any], sentence: str) -> None:
         ({"max_tokens": -3}, "max_tokens is -3; allowed are"),
         ({"min_micro_batches": True}, "min_micro_batches is True; allowed are"),
         ({"max_step_factor": 0.5}, "max_step_factor is 0.5; allowed are"),
+        ({"max_step_factor": "2"}, "max_step_factor is '2'; allowed are"),
         ({"sp_sizes": [0, 2]}, r"sp_sizes is \[0, 2\]; allowed are"),
+        ({"sp_sizes": []}, r"sp_sizes is \[\]; allowed are"),
+        ({"memory_limit": None}, "memory_limit is None; allowed are"),
+        ({"memory_limit": [1]}, r"memory_limit is \[1\]; allowed are"),
+        ({"profile": 5}, "profile is 5; allowed are"),
+        ({"profile": ""}, "profile is ''; allowed are"),
+        ({"deepspeed_config": [1]}, r"deepspeed_config is \[1\]; allowed are"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], sentence: str) -> None:

@@ -145,6 +145,7 @@ def test_attention_over_features(pool: Pool) -> None:
 
 
 def test_convolution_over_tokens(pool: Pool) -> None:
+    """huggingface/accelerate#4209: what cannot be divided is named, and training goes on without."""
     exact, sizes, recompute, text = _found(pool, tools.ConvStack)
     assert (exact, sizes, recompute) == (False, (1,), True)
     assert "the output of 'front.convolution' (Conv1d)" in text
@@ -219,7 +220,6 @@ def test_padding_of_two_axes(pool: Pool, masked: bool, exact: bool) -> None:
     [
         (tools.Language, {}, Setting(unlabelled=(7, 3)), "have no item of the loss"),
         (tools.Scaled, {"factor": 0.0}, Setting(), "is exactly zero"),
-        (tools.Detached, {}, Setting(), "is exactly zero"),
         (tools.Scaled, {"factor": float("inf")}, Setting(), "is not finite"),
     ],
 )
@@ -230,6 +230,11 @@ def test_nothing_to_compare_is_said(
     assert (exact, sizes, recompute) == (False, (1, 2), True)
     assert "nothing could be checked" in text
     assert reason in text
+
+
+def test_a_loss_without_a_gradient_is_refused(pool: Pool) -> None:
+    answers = pool.run(tools.check, 2, tools.Detached, Setting())
+    assert all("through which no gradient flows" in answer.error for answer in answers)
 
 
 def test_an_error_on_one_rank_keeps_no_rank_waiting(pool: Pool) -> None:

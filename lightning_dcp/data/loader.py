@@ -16,6 +16,7 @@ from lightning_dcp.data.planning import PlanningContext, plan_step
 from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, TaskDataset
 from lightning_dcp.data.sampler import StepSampler
 from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.seeding import seed_from
 from lightning_dcp.sequence_parallel.context import SPGroup
 
 __all__ = ["DCPLoader", "DataHooks", "PlanningContext"]
@@ -196,7 +197,7 @@ class DCPLoader:
                 "multiprocessing_context": options.multiprocessing_context,
             }
         # Its own generator: a DataLoader draws a base seed, which must not come from the user's numbers.
-        generator = torch.Generator().manual_seed(self.sampler.seed)
+        generator = torch.Generator().manual_seed(seed_from(self.sampler.seed))
         return DataLoader(
             TaskDataset(self._reader),
             batch_size=None,
@@ -252,8 +253,11 @@ class _Steps:
             raise RuntimeError(f"nothing more can be read: {self._lost}")
         try:
             return next(readings)
-        except RuntimeError as error:
-            # Not from our code, whose errors come as text: torch reports a worker that was killed.
+        except StopIteration:
+            raise
+        except Exception as error:
+            # Not from our code, whose errors come as text: torch reports a worker that was killed, or its half-sent
+            # data cannot be received (ConnectionResetError, FileNotFoundError, EOFError).
             self._loader.close()
             if not self._planned:
                 raise

@@ -5,12 +5,15 @@ A failure becomes text: an exception on one rank would leave the others waiting 
 
 from __future__ import annotations
 
+import io
+import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import Dataset, get_worker_info
 
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.randomness import isolated, seed_global
@@ -127,7 +130,32 @@ class TaskDataset(Dataset[Reading]):
 
     def __getitem__(self, task: Task) -> Reading:
         """Perform a task in the process that asks."""
-        return self.reader.perform(task)
+        reading = self.reader.perform(task)
+        if get_worker_info() is None:
+            return reading
+        reason = _cannot_be_sent(reading.data)
+        return reading if reason is None else Reading((), f"step {task.step} of epoch {task.epoch}: {reason}")
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Pickles into nothing all but the tensors, which workers hand over in shared memory."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return "tensor" if isinstance(obj, torch.Tensor) else None
+
+
+def _cannot_be_sent(data: Sequence[Batch]) -> str | None:
+    """Why a worker could not hand over its batches: torch would lose them, and the run would wait for ever."""
+    for batch in data:
+        for key, value in batch.items() if isinstance(batch, dict) else [("", batch)]:
+            try:
+                _WithoutTensors(io.BytesIO()).dump(value)
+            except Exception as error:
+                return (
+                    f'"{key}" of a batch cannot be sent from a worker process: {_describe(error)}. Leave it out in '
+                    "__getitem__ or collate, or set num_workers=0"
+                )
+    return None
 
 
 def _describe(error: Exception) -> str:
