@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 
 SUPPORTED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -80,6 +80,7 @@ def _check_callback(callback: pl.Callback) -> None:
     reasons: dict[type[pl.Callback], str] = {
         ThroughputMonitor: "it takes every rank's batch for equal; DCPCallback reports throughput from the plans",
         BatchSizeFinder: "the planner chooses the batch size of each micro-batch from the profile",
+        LearningRateFinder: "its schedule cannot drive the optimizer of DeepSpeed; look for the rate on one device",
         GradientAccumulationScheduler: "the planner chooses the number of micro-batches of each step",
     }
     for kind, reason in reasons.items():

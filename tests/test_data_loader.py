@@ -330,6 +330,17 @@ def test_a_collate_that_raises_names_the_samples() -> None:
         loader.load(_micro_batch(3))
 
 
+@pytest.mark.parametrize("returned", [None, [{}], 3])
+def test_a_collate_that_returns_no_dict_is_named(returned: Any) -> None:
+    class Broken(TokensModule):
+        def collate(self, samples: Sequence[Any], micro_batch: MicroBatch) -> Any:
+            return returned
+
+    batch = next(iter(loader_of(Broken(Tokens(LENGTHS), global_batch_size=2))))
+    assert batch.error is not None
+    assert f"collate returned {type(returned).__name__} for the samples" in batch.error
+
+
 def test_a_killed_worker_is_text_too() -> None:
     loader = _loader(num_workers=1, dataset=Failing("kill"))
     batch = next(iter(loader))

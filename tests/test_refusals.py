@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -53,6 +53,7 @@ def test_manual_optimization() -> None:
     [
         (lambda: BatchSizeFinder(), "BatchSizeFinder"),
         (lambda: ThroughputMonitor(batch_size_fn=len), "ThroughputMonitor"),
+        (lambda: LearningRateFinder(), "LearningRateFinder"),
         (lambda: GradientAccumulationScheduler({0: 1, 4: 2}), "GradientAccumulationScheduler"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -94,17 +94,23 @@ class Reader:
         first sample id), so all ranks of a group get the same batch. The global generators keep their state.
 
         Raises:
-            ReadError: the dataset or the collate function raised.
+            ReadError: the dataset or the collate function raised, or that returned no mapping.
         """
         with isolated():
             samples = [self._sample(sample_id, epoch) for sample_id in micro_batch.sample_ids]
             seed_global(seed_from(self.seed, epoch, step, micro_batch.sample_ids[0]))
             try:
-                return self.collate(samples, micro_batch)
+                batch = self.collate(samples, micro_batch)
             except Exception as error:
                 raise ReadError(
                     f"samples {list(micro_batch.sample_ids)} could not be collated: {_describe(error)}"
                 ) from error
+        if not isinstance(batch, Mapping):
+            raise ReadError(
+                f"collate returned {type(batch).__name__} for the samples {list(micro_batch.sample_ids)}; it must "
+                "return a dict of tensors"
+            )
+        return batch
 
     def perform(self, task: Task) -> Reading:
         """Read all micro-batches of a step; never raises an ``Exception``."""
@@ -147,7 +153,7 @@ class _WithoutTensors(pickle.Pickler):
 def _cannot_be_sent(data: Sequence[Batch]) -> str | None:
     """Why a worker could not hand over its batches: torch would lose them, and the run would wait for ever."""
     for batch in data:
-        for key, value in batch.items() if isinstance(batch, dict) else [("", batch)]:
+        for key, value in batch.items():
             try:
                 _WithoutTensors(io.BytesIO()).dump(value)
             except Exception as error:
