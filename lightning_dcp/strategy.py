@@ -106,14 +106,14 @@ class DCPStrategy(PortableDeepSpeedStrategy):
     ) -> None:
         self._settings = Settings(
             planner=planner,
-            sp_sizes=tuple(sp_sizes) if sp_sizes is not None else None,
+            sp_sizes=_as_tuple("sp_sizes", sp_sizes),
             max_batch_size=max_batch_size,
             max_tokens=max_tokens,
             min_micro_batches=min_micro_batches,
             max_step_factor=max_step_factor,
             length_groups=length_groups,
             recompute=recompute,
-            layers=tuple(layers) if layers is not None else None,
+            layers=_as_tuple("layers", layers),
             memory_limit=memory_limit,
             profile=profile,
             self_check=self_check,
@@ -363,6 +363,13 @@ class DCPStrategy(PortableDeepSpeedStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Data-Centric Parallel on DeepSpeed ZeRO-1"
             )
+
+
+def _as_tuple(name: str, values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    """A list argument; text is a sequence too, and would be taken apart into letters."""
+    if isinstance(values, str) or not isinstance(values, Sequence | None):
+        raise ValueError(f"{name} is {values!r}; allowed are a list, or None")
+    return None if values is None else tuple(values)
 
 
 DCPStrategy.register_strategies(StrategyRegistry)

@@ -99,6 +99,8 @@ def test_deepspeed_settings(config: dict[str, Any], sentence: str) -> None:
         ({"min_micro_batches": True}, "min_micro_batches is True; allowed are"),
         ({"max_step_factor": 0.5}, "max_step_factor is 0.5; allowed are"),
         ({"max_step_factor": "2"}, "max_step_factor is '2'; allowed are"),
+        ({"sp_sizes": 2}, "sp_sizes is 2; allowed are a list"),
+        ({"layers": "Block"}, "layers is 'Block'; allowed are a list"),
         ({"sp_sizes": [0, 2]}, r"sp_sizes is \[0, 2\]; allowed are"),
         ({"sp_sizes": []}, r"sp_sizes is \[\]; allowed are"),
         ({"memory_limit": None}, "memory_limit is None; allowed are"),
