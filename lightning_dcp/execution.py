@@ -148,18 +148,8 @@ class MicroBatchRunner:
             step: step of the epoch; with the samples and the rank in the group it seeds dropout.
             counted: what :meth:`count_unsharded` gave; counting on a device would wait for it.
         """
-        group = self.groups.of(micro_batch.first_rank, micro_batch.sp_size)
-        context = MicroBatchContext(
-            group=group,
-            sample_ids=micro_batch.sample_ids,
-            shapes=micro_batch.shapes,
-            padded_shape=micro_batch.padded_shape,
-            packed=micro_batch.packed,
-            seed=self.seed,
-            epoch=epoch,
-            weighting=self.loss.weighting,
-            items_per_sample_B=self._items_per_sample(batch),
-        )
+        context = self._context(micro_batch, batch, epoch)
+        group = context.group
         with ExitStack() as stack:
             stack.enter_context(activate(context))
             if group.size > 1:
@@ -204,18 +194,23 @@ class MicroBatchRunner:
 
     def count_unsharded(self, micro_batch: MicroBatch, batch: Batch) -> tuple[float, bool]:
         """:meth:`count` of this rank's shard of a micro-batch that is not running yet; nothing is communicated."""
-        group = self.groups.of(micro_batch.first_rank, micro_batch.sp_size)
-        context = MicroBatchContext(
-            group=group,
+        context = self._context(micro_batch, batch, epoch=0)
+        with activate(context):
+            return self.count(self.hooks.shard(batch, context.group), context)
+
+    def _context(self, micro_batch: MicroBatch, batch: Batch, epoch: int) -> MicroBatchContext:
+        """What code inside the micro-batch may ask about it."""
+        return MicroBatchContext(
+            group=self.groups.of(micro_batch.first_rank, micro_batch.sp_size),
             sample_ids=micro_batch.sample_ids,
             shapes=micro_batch.shapes,
             padded_shape=micro_batch.padded_shape,
             packed=micro_batch.packed,
+            seed=self.seed,
+            epoch=epoch,
             weighting=self.loss.weighting,
             items_per_sample_B=self._items_per_sample(batch),
         )
-        with activate(context):
-            return self.count(self.hooks.shard(batch, group), context)
 
     def outcome(self, running: RunningMicroBatch, result: Any) -> StepOutcome:
         """Translate what ``training_step`` returned.
