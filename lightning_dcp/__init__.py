@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_dcp.callback import DCPCallback
-    from lightning_dcp.cost import CostModel, Measurement, Profile
+    from lightning_dcp.cost import CostModel
     from lightning_dcp.data import DCPBatch, DCPDataModule
     from lightning_dcp.plan import IterationPlan, MicroBatch
     from lightning_dcp.planners import Planner, PlanRequest
+    from lightning_dcp.profile import Measurement, Profile
     from lightning_dcp.strategy import DCPStrategy
 
 __version__ = "0.1.0"
@@ -27,11 +28,11 @@ _HOMES = {
     "DCPDataModule": "data",
     "DCPStrategy": "strategy",
     "IterationPlan": "plan",
-    "Measurement": "cost",
+    "Measurement": "profile",
     "MicroBatch": "plan",
     "PlanRequest": "planners",
     "Planner": "planners",
-    "Profile": "cost",
+    "Profile": "profile",
 }
 
 __all__ = [

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_dcp.cost import IntArray, Profile
+from lightning_dcp.cost import IntArray
+from lightning_dcp.profile import Profile
 
 RANKS_FILE = "lightning_dcp.json"
 

@@ -130,6 +130,10 @@ class IterationPlan:
         world_size: number of ranks ``W``.
         micro_batches: all micro-batches of the step. A rank may have none.
         lower_bound: nanoseconds that no plan of the same samples and cost model can beat; 0 if unknown.
+        lockstep: all ranks start their ``k``-th micro-batch together, since the engine communicates in each; a rank
+            without one runs a filler of weight zero then.
+        makespan: nanoseconds from the start of the first micro-batch to the end of the last: those of the busiest
+            rank, in lockstep the sum over the rounds of each round's longest micro-batch.
 
     Raises:
         PlanError: a group leaves the world, two groups overlap without one holding the other, a sample stands
@@ -140,6 +144,7 @@ class IterationPlan:
     world_size: int
     micro_batches: tuple[MicroBatch, ...]
     lower_bound: int = 0
+    lockstep: bool = False
     makespan: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +156,10 @@ class IterationPlan:
             raise PlanError(f"micro_batches is {type(self.micro_batches).__name__}; it must be a tuple")
         self._check_groups()
         self._check_samples()
-        object.__setattr__(self, "makespan", int(max(self.busy())))
+        if not isinstance(self.lockstep, bool):
+            raise PlanError(f"lockstep is {self.lockstep!r}; it must be True or False")
+        makespan = sum(self.rounds()) if self.lockstep else int(max(self.busy()))
+        object.__setattr__(self, "makespan", makespan)
         if self.lower_bound > self.makespan:
             raise PlanError(f"lower bound {self.lower_bound} ns lies above the makespan {self.makespan} ns")
 
@@ -193,6 +201,22 @@ class IterationPlan:
             edges[m.first_rank + m.sp_size] -= m.nanoseconds
         return np.cumsum(edges[:-1])
 
+    def rounds(self) -> list[int]:
+        """Nanoseconds of the longest ``k``-th micro-batch of any rank, for each ``k``.
+
+        A micro-batch has the same number on all of its ranks: what they run before it belongs to wider groups, which
+        hold all of them, or to the same group.
+        """
+        started = [0] * self.world_size
+        longest: list[int] = []
+        for m in sorted(self.micro_batches, key=lambda m: -m.sp_size):
+            number = started[m.first_rank]
+            started[m.first_rank : m.first_rank + m.sp_size] = [number + 1] * m.sp_size
+            if number == len(longest):
+                longest.append(0)
+            longest[number] = max(longest[number], m.nanoseconds)
+        return longest
+
     def of_rank(self, rank: int) -> tuple[MicroBatch, ...]:
         """Micro-batches of one rank in the order in which it runs them; may be empty.
 
@@ -211,7 +235,7 @@ class IterationPlan:
 
     @property
     def idle_ratio(self) -> float:
-        """Share of ``W * makespan`` in which ranks wait (Eq. 3 with each group counted ``p_i`` times)."""
+        """Share of ``W * makespan`` in which ranks do nothing useful (Eq. 3 with each group counted ``p_i`` times)."""
         worked = sum(m.nanoseconds * m.sp_size for m in self.micro_batches)
         return 1.0 - worked / (self.world_size * self.makespan) if self.makespan else 0.0
 
@@ -237,7 +261,8 @@ class IterationPlan:
         Different plans share one with a chance of ``2**-40``. A float64 carries it exactly.
         """
         state = hashlib.blake2b(digest_size=5)
-        state.update(np.asarray([self.world_size, self.lower_bound, len(self.micro_batches)], "<i8").tobytes())
+        head = [self.world_size, self.lower_bound, self.lockstep, len(self.micro_batches)]
+        state.update(np.asarray(head, "<i8").tobytes())
         for m in self.micro_batches:
             shapes = [axis for shape in (*m.shapes, m.padded_shape) for axis in shape]
             scalars = [m.packed, m.first_rank, m.sp_size, m.nanoseconds, m.bytes]
@@ -252,6 +277,7 @@ class IterationPlan:
             "format": FORMAT,
             "world_size": self.world_size,
             "lower_bound": self.lower_bound,
+            "lockstep": self.lockstep,
             "micro_batches": [{f.name: getattr(m, f.name) for f in fields(m)} for m in self.micro_batches],
         }
         return json.dumps(content, separators=(",", ":"))
@@ -263,13 +289,14 @@ class IterationPlan:
         Raises:
             PlanError: the text is no JSON, of another format, or holds anything but a valid plan.
         """
-        content = read_json(text, FORMAT, ("world_size", "lower_bound", "micro_batches"))
+        content = read_json(text, FORMAT, ("world_size", "lower_bound", "lockstep", "micro_batches"))
         rows = content["micro_batches"]
         if not isinstance(rows, list):
             raise PlanError(f"micro_batches is {type(rows).__name__}; it must be a list")
         return cls(
             world_size=content["world_size"],
             lower_bound=content["lower_bound"],
+            lockstep=content["lockstep"],
             micro_batches=tuple(_micro_batch(row) for row in rows),
         )
 

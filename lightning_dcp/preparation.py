@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dcp.agreement import raise_together
-from lightning_dcp.cost import CostModel, IntArray, Profile, RecomputePolicy
+from lightning_dcp.cost import CostModel, IntArray, RecomputePolicy
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.lengths import shape_of
 from lightning_dcp.data.loader import DCPLoader, PlanningContext
@@ -22,6 +22,7 @@ from lightning_dcp.memory import least_of_all, memory_bytes
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners import Planner, create
 from lightning_dcp.planners.protocol import Limits
+from lightning_dcp.profile import Profile
 from lightning_dcp.profiling import obtain_profile
 from lightning_dcp.profiling.snapshot import untouched
 from lightning_dcp.recompute import RecomputeSwitch, find_families

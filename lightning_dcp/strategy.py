@@ -20,7 +20,7 @@ from lightning_dcp.accumulation import StepExecutor
 from lightning_dcp.agreement import Agreement
 from lightning_dcp.callback import DCPCallback
 from lightning_dcp.checkpoint import Section, check_ranks, resumed_profile, write_ranks
-from lightning_dcp.cost import Profile, RecomputePolicy
+from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
@@ -29,6 +29,7 @@ from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import Planner
 from lightning_dcp.portable import PortableDeepSpeedStrategy
 from lightning_dcp.preparation import Prepared, Settings, Site, prepare
+from lightning_dcp.profile import Profile
 from lightning_dcp.records import StepRecord
 from lightning_dcp.refusals import check_parameters, check_trainer, explained_optimizers
 from lightning_dcp.sequence_parallel.context import LossWeighting
@@ -65,7 +66,7 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         memory_limit: share of the device's memory, or an amount such as ``"80GB"``, that no plan may pass.
         loss_weighting: the step's loss is the mean over tokens, or over samples of the mean over their tokens.
         loss_reduction: whether ``training_step`` returns a mean or a sum over the items of its batch.
-        profile: a :class:`~lightning_dcp.cost.Profile`, or a file that it is kept in; by default it is measured in
+        profile: a :class:`~lightning_dcp.profile.Profile`, or a file that it is kept in; by default it is measured in
             every ``setup()``.
         self_check: compare plans on two real samples before the first step; ``"strict"`` raises where a freedom
             has to be switched off.

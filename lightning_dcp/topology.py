@@ -64,6 +64,19 @@ def legal_sp_sizes(world_size: int, num_heads: int, num_kv_heads: int | None = N
     )
 
 
+def nested_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
+    """The most of these sizes that divide one another in turn, ascending; of equally many the smallest.
+
+    Sizes that do not divide each other crowd each other out of the laminar family: sizes 1, 2, 3, 4 leave four
+    ranks a single pair. ``(1, 2, 3, 4, 6, 8, 12)`` gives ``(1, 2, 4, 8)``.
+    """
+    chains: list[tuple[int, ...]] = []
+    for size in sorted({1, *sizes}):
+        below = [chain for chain in chains if size % chain[-1] == 0]
+        chains.append((*min(below, key=lambda chain: (-len(chain), chain), default=()), size))
+    return min(chains, key=lambda chain: (-len(chain), chain))
+
+
 def laminar_blocks(world_size: int, sp_sizes: Iterable[int], ranks_per_node: int) -> tuple[Block, ...]:
     """Nested or disjoint groups that cover every rank, widest first (design of the group family).
 

@@ -12,13 +12,14 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from lightning_dcp.cost import CostModel, Measurement, Profile
+from lightning_dcp.cost import CostModel
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.data.module import DCPDataModule
 from lightning_dcp.data.planning import PlanningContext
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.protocol import Limits, PlanRequest
+from lightning_dcp.profile import Measurement, Profile
 from lightning_dcp.topology import World
 
 
@@ -37,12 +38,12 @@ class RoundRobin:
         blocks = request.world.blocks_of(self.sp_size)
         micro_batches = []
         for number, start in enumerate(range(0, len(request.sample_ids), self.batch_size)):
-            shapes = request.shapes[start : start + self.batch_size]
+            shapes = request.sizes[start : start + self.batch_size]
             longest = [max(axis) for axis in zip(*shapes, strict=True)]
             longest[0] = -(-longest[0] // self.sp_size) * self.sp_size
             micro_batches.append(
                 MicroBatch(
-                    sample_ids=request.sample_ids[start : start + self.batch_size],
+                    sample_ids=request.ids[start : start + self.batch_size],
                     shapes=shapes,
                     padded_shape=tuple(longest),
                     first_rank=blocks[number % len(blocks)][0],

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dcp.cost import Profile
 from lightning_dcp.data.module import DCPDataModule
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners.protocol import PlanRequest
+from lightning_dcp.profile import Profile
 from lightning_dcp.seeding import seed_from
 from lightning_dcp.sequence_parallel import loss_sum
 from tests.synthetic import analytic_profile, random_plan
@@ -201,12 +201,12 @@ class RandomPlanner:
         self.empty_rank = empty_rank
 
     def plan(self, request: PlanRequest) -> IterationPlan:
-        rng = random.Random(seed_from(self.seed, *request.sample_ids))
+        rng = random.Random(seed_from(self.seed, *request.ids))
         world = request.world
         if self.empty_rank:
             blocks = tuple(b for b in world.blocks if b[0] + b[1] < world.world_size)
             world = type(world)(world_size=world.world_size, ranks_per_node=world.ranks_per_node, blocks=blocks)
-        return random_plan(rng, request.sample_ids, request.shapes, world, self.num_layers)
+        return random_plan(rng, request.ids, request.sizes, world, self.num_layers)
 
 
 def make_trainer(strategy: Any, case: Case, **kwargs: Any) -> pl.Trainer:

@@ -68,8 +68,8 @@ def requests(draw: st.DrawFn, worlds: Sequence[int] = SIZES, max_samples: int = 
 def check(plan: IterationPlan, asked: PlanRequest) -> None:
     """Everything that a plan of this request must fulfil."""
     assert plan.world_size == asked.world.world_size
-    assert sorted(i for m in plan.micro_batches for i in m.sample_ids) == sorted(asked.sample_ids)
-    shapes = dict(zip(asked.sample_ids, asked.shapes, strict=True))
+    assert sorted(i for m in plan.micro_batches for i in m.sample_ids) == sorted(asked.ids)
+    shapes = dict(zip(asked.ids, asked.sizes, strict=True))
     for m in plan.micro_batches:
         assert m.shapes == tuple(shapes[i] for i in m.sample_ids)
         _check_micro_batch(m, asked)
@@ -110,7 +110,7 @@ def optimum(asked: PlanRequest) -> int:
     counts = list(product(*[range(n + 1) for n in cost.num_layers]))
 
     def time(members: list[int], p: int) -> int | None:
-        shapes = [asked.shapes[i] for i in members]
+        shapes = [asked.sizes[i] for i in members]
         if len(members) > (limits.max_batch_size or len(members)) or (
             limits.exact_shapes and len(set(shapes)) > 1
         ):

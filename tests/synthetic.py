@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lightning_dcp.cost import CostModel, Measurement, Profile
+from lightning_dcp.cost import CostModel
 from lightning_dcp.plan import IterationPlan, MicroBatch, Shape
+from lightning_dcp.profile import Measurement, Profile
 from lightning_dcp.topology import World
 
 HIDDEN_BYTES = 256

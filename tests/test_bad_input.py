@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dcp.cost import ProfileError
 from lightning_dcp.data.module import DCPDataModule
+from lightning_dcp.profile import ProfileError
 from tests.fitting import (
     LAYERS,
     Case,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dcp.cost import INFEASIBLE, CostModel, Measurement, Profile, ProfileError, RecomputePolicy
+from lightning_dcp.cost import INFEASIBLE, CostModel, RecomputePolicy
+from lightning_dcp.profile import Measurement, Profile, ProfileError
 from tests.synthetic import analytic_cost, analytic_measurement, analytic_profile
 
 MiB = 1 << 20

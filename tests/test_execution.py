@@ -38,7 +38,7 @@ class Fixed:
     name, draws, lockstep = "fixed", False, False
 
     def plan(self, request: PlanRequest) -> IterationPlan:
-        shapes = dict(zip(request.sample_ids, request.shapes, strict=True))
+        shapes = dict(zip(request.ids, request.sizes, strict=True))
 
         def row(ids: tuple[int, ...], first: int, size: int) -> MicroBatch:
             longest = max(shapes[i][0] for i in ids)

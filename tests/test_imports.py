@@ -21,15 +21,31 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("upstream", "portable"),
     ("data", "recompute", "sequence_parallel", "metrics", "models"),
     ("agreement", "engine", "memory", "refusals", "seeding", "timing"),
+    ("audit",),
     ("simulate", "report", "_timeline", "records"),
-    ("planners",),
+    ("planners", "virtual"),
     ("lengths",),
     ("cost",),
+    ("profile", "terms"),
     ("interpolation", "plan", "topology"),
 )
 """A module may import what stands in a later line, or in its own."""
 
-NO_TORCH = ("plan", "topology", "interpolation", "cost", "lengths", "planners", "report", "simulate")
+NO_TORCH = (
+    *(
+        "plan",
+        "topology",
+        "interpolation",
+        "profile",
+        "terms",
+        "cost",
+        "lengths",
+        "planners",
+        "report",
+        "simulate",
+    ),
+    *("virtual", "audit", "cli"),
+)
 
 
 def modules() -> dict[str, list[Path]]:

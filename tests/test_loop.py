@@ -56,7 +56,7 @@ class Script:
                 nanoseconds=1,
                 bytes=1,
             )
-            for index, (i, shape, rank) in enumerate(zip(request.sample_ids, request.shapes, ranks, strict=True))
+            for index, (i, shape, rank) in enumerate(zip(request.ids, request.sizes, ranks, strict=True))
         ]
         return IterationPlan(world_size=len(counts), micro_batches=tuple(rows))
 

@@ -121,7 +121,7 @@ def saved(path: Path, *plans: IterationPlan) -> Replay:
 
 
 def later(asked: PlanRequest) -> PlanRequest:
-    return replace(asked, sample_ids=tuple(i + 100 for i in asked.sample_ids))
+    return replace(asked, sample_ids=asked.sample_ids + 100)
 
 
 def test_replay_gives_the_saved_plan_of_the_same_samples(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_replay_refuses_other_samples_and_names_them(tmp_path: Path) -> None:
     replay = saved(tmp_path / "plans.jsonl", Balanced().plan(asked))
     with pytest.raises(PlanError, match=r"no plan of the step's samples \[110, 111, 112\]; it has 1 plans"):
         replay.plan(later(asked))
-    fewer = replace(asked, sample_ids=(10, 11), shapes=asked.shapes[:2])
+    fewer = replace(asked, sample_ids=asked.sample_ids[:2], shapes=asked.shapes[:2])
     with pytest.raises(PlanError, match=r"\[10, 11\]"):
         replay.plan(fewer)
     many = request(texts(*[5] * 30), 2)

@@ -22,15 +22,15 @@ class FixedCount:
         self.count = count
 
     def plan(self, request: PlanRequest) -> IterationPlan:
-        size = len(request.sample_ids) // (RANKS * self.count)
+        size = len(request.ids) // (RANKS * self.count)
         rows = []
         for index in range(RANKS * self.count):
             part = slice(index * size, (index + 1) * size)
-            longest = max(shape[0] for shape in request.shapes[part])
+            longest = max(shape[0] for shape in request.sizes[part])
             rows.append(
                 MicroBatch(
-                    sample_ids=request.sample_ids[part],
-                    shapes=request.shapes[part],
+                    sample_ids=request.ids[part],
+                    shapes=request.sizes[part],
                     padded_shape=(longest,),
                     first_rank=index % RANKS,
                     sp_size=1,

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dcp.cost import CostModel, Profile, ProfileError
+from lightning_dcp.cost import CostModel
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.lengths import representatives
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners.assembly import pad
 from lightning_dcp.planners.protocol import Limits
+from lightning_dcp.profile import Profile, ProfileError
 from lightning_dcp.profiling import measure, obtain_profile, plan_probes
 from lightning_dcp.profiling.errors import is_out_of_memory
 from lightning_dcp.profiling.store import profile_identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dcp.cost import Profile
+from lightning_dcp.profile import Profile
 from tests.fitting import Case, Data, Module, make_strategy, make_trainer, weights_of
 from tests.pool import Pool
 

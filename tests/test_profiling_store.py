@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dcp.cost import Profile, ProfileError
 from lightning_dcp.models.presets import build
+from lightning_dcp.profile import Profile, ProfileError
 from lightning_dcp.profiling import Wanted, load_or_measure, profile_identity, write_profile
 from lightning_dcp.recompute import RecomputeSwitch, find_families
 from tests.pool import Pool, RemoteError

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_dcp.cost import CostModel, IntArray
-from lightning_dcp.data.lengths import shape_of
 from lightning_dcp.plan import IterationPlan, MicroBatch, PlanError
 from lightning_dcp.planners.protocol import Limits, Planner, PlanRequest
 from lightning_dcp.topology import Block, World
@@ -35,8 +34,8 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
             something that this run does not have or has switched off.
     """
     request = PlanRequest(
-        sample_ids=tuple(sample_ids.tolist()),
-        shapes=tuple(shape_of(row) for row in shapes[sample_ids]),
+        sample_ids=sample_ids,
+        shapes=shapes[sample_ids],
         cost=context.cost,
         world=context.world,
         limits=context.limits,
@@ -47,9 +46,9 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
             f'planner "{context.planner.name}" gave {plan!r:.100}; plan(request) must return an IterationPlan'
         )
     planned = sorted(i for m in plan.micro_batches for i in m.sample_ids)
-    if planned != sorted(request.sample_ids) or plan.world_size != context.world.world_size:
-        missing = sorted(set(request.sample_ids) - set(planned))[:5]
-        foreign = sorted(set(planned) - set(request.sample_ids))[:5]
+    if planned != sorted(request.ids) or plan.world_size != context.world.world_size:
+        missing = sorted(set(request.ids) - set(planned))[:5]
+        foreign = sorted(set(planned) - set(request.ids))[:5]
         raise PlanError(
             f'planner "{context.planner.name}" gave a plan for {plan.world_size} ranks that lacks the samples '
             f"{missing} and has the foreign samples {foreign}; it must plan each sample of the step once, for "

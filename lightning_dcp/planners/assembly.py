@@ -31,10 +31,6 @@ def usable_sp_sizes(request: PlanRequest) -> tuple[int, ...]:
     """
     if request.limits.packing:
         raise ValueError("packing=True: this planner pads and does not pack; use packing=False")
-    if len(request.sample_ids) != len(request.shapes):
-        raise ValueError(
-            f"{len(request.sample_ids)} sample ids and {len(request.shapes)} shapes; one shape for each"
-        )
     sizes = tuple(p for p in request.world.sp_sizes if p in request.cost.sp_sizes)
     if not sizes:
         raise ValueError(
@@ -129,7 +125,7 @@ def check_feasible(request: PlanRequest, sp_sizes: Sequence[int]) -> None:
     Raises:
         InfeasibleError: names the first such sample, its length, the least memory it needs and the limit.
     """
-    shapes = np.asarray(request.shapes, dtype=np.int64)
+    shapes = request.shapes
     fits = np.zeros(len(shapes), dtype=bool)
     for p in sp_sizes:
         fits |= settings_within(request, p, np.asarray(1), shapes).nanoseconds < INFEASIBLE
@@ -143,7 +139,7 @@ def raise_infeasible(request: PlanRequest, position: int, sp_sizes: Sequence[int
     Raises:
         InfeasibleError: always.
     """
-    limits, shape = request.limits, request.shapes[position]
+    limits, shape = request.limits, tuple(request.shapes[position].tolist())
     name = f"sample {request.sample_ids[position]} of shape {shape} ({prod(shape)} tokens)"
     unpadded = [p for p in sp_sizes if may_share(limits, p, np.asarray(shape, dtype=np.int64))]
     if not unpadded:
@@ -176,7 +172,7 @@ def _least_bytes(request: PlanRequest, shape: Shape, sp_size: int) -> int:
 
 def largest_of(request: PlanRequest, members: Sequence[int]) -> Shape:
     """Largest size on each axis among samples, given by their positions in the request."""
-    return tuple(max(axis) for axis in zip(*(request.shapes[i] for i in members), strict=True))
+    return tuple(request.shapes[list(members)].max(axis=0).tolist())
 
 
 def assemble(request: PlanRequest, placements: Sequence[Placement], lower_bound: int = 0) -> IterationPlan:
@@ -186,6 +182,7 @@ def assemble(request: PlanRequest, placements: Sequence[Placement], lower_bound:
         InfeasibleError: a placement does not fit the limits.
     """
     largest = [largest_of(request, item.members) for item in placements]
+    ids, shapes = request.ids, request.sizes
     built: dict[int, MicroBatch] = {}
     for p in sorted({item.sp_size for item in placements}):
         rows = [k for k, item in enumerate(placements) if item.sp_size == p]
@@ -193,10 +190,10 @@ def assemble(request: PlanRequest, placements: Sequence[Placement], lower_bound:
         found = settings_within(request, p, sizes, np.asarray([largest[k] for k in rows], dtype=np.int64))
         for row, k in enumerate(rows):
             if found.nanoseconds[row] >= INFEASIBLE:
-                raise_infeasible(request, max(placements[k].members, key=lambda i: prod(request.shapes[i])), (p,))
+                raise_infeasible(request, max(placements[k].members, key=lambda i: prod(shapes[i])), (p,))
             built[k] = MicroBatch(
-                sample_ids=tuple(request.sample_ids[i] for i in placements[k].members),
-                shapes=tuple(request.shapes[i] for i in placements[k].members),
+                sample_ids=tuple(ids[i] for i in placements[k].members),
+                shapes=tuple(shapes[i] for i in placements[k].members),
                 padded_shape=pad([largest[k]], p),
                 first_rank=placements[k].first_rank,
                 sp_size=p,

@@ -68,7 +68,7 @@ class Balanced:
             ValueError: ``limits.packing`` is set, or world and profile have no size in common.
         """
         sizes = usable_sp_sizes(request)
-        if not request.shapes:
+        if not len(request.shapes):
             return assemble(request, [])
         check_feasible(request, sizes)
         options = Shares.build(request)

@@ -61,7 +61,7 @@ class Shares:
 
 def _options(request: PlanRequest, sp_size: int, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
     """Nanoseconds and nanoseconds per sample, both ``[K, n]``, of ``b`` from ``low[k]`` to ``high[k]``."""
-    shapes = np.asarray(request.shapes, dtype=np.int64)
+    shapes = request.shapes
     tokens = round_up_all(shapes, sp_size)
     time = np.full((len(low), len(tokens)), INFEASIBLE, dtype=np.int64)
     share = np.zeros_like(time)
@@ -94,7 +94,7 @@ def lower_bound(request: PlanRequest, options: Shares | None = None) -> int:
     Raises:
         InfeasibleError: a sample fits no setting.
     """
-    if not request.shapes:
+    if not len(request.shapes):
         return 0
     check_feasible(request, usable_sp_sizes(request))
     table = options or Shares.build(request)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from lightning_dcp.cost import CostModel, RecomputePolicy
+import numpy as np
+
+from lightning_dcp.cost import CostModel, IntArray, RecomputePolicy
 from lightning_dcp.plan import IterationPlan, PlanError, Shape
 from lightning_dcp.topology import World
 
@@ -36,23 +39,69 @@ class Limits:
     packing: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanRequest:
     """The samples of one optimizer step and everything that a plan of them depends on.
 
     Attributes:
-        sample_ids: positions in the dataset, in the order of the permutation, without repeats.
-        shapes: size of each sample.
+        sample_ids: positions in the dataset, in the order of the permutation, without repeats; int64 ``[n]``. Any
+            sequence of integers may be given. For a planner that draws: the samples that it may choose from.
+        shapes: size of each sample, int64 ``[n, axes]``; any sequence of shapes may be given.
         cost: predicted times and bytes.
         world: ranks and groups.
         limits: what the plan must respect.
+
+    Raises:
+        ValueError: not one shape for each sample id, or no integers.
     """
 
-    sample_ids: tuple[int, ...]
-    shapes: tuple[Shape, ...]
+    sample_ids: IntArray
+    shapes: IntArray
     cost: CostModel
     world: World
     limits: Limits
+
+    def __init__(
+        self,
+        *,
+        sample_ids: Sequence[int] | IntArray,
+        shapes: Sequence[Shape] | IntArray,
+        cost: CostModel,
+        world: World,
+        limits: Limits,
+    ) -> None:
+        for name, value in (("cost", cost), ("world", world), ("limits", limits)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "sample_ids", _integers("sample_ids", sample_ids, axes=1))
+        object.__setattr__(self, "shapes", _integers("shapes", shapes, axes=2))
+        if len(self.sample_ids) != len(self.shapes):
+            raise ValueError(
+                f"{len(self.sample_ids)} sample ids and {len(self.shapes)} shapes; one shape for each"
+            )
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """:attr:`sample_ids` as Python integers, as :class:`~lightning_dcp.plan.MicroBatch` takes them."""
+        return tuple(self.sample_ids.tolist())
+
+    @property
+    def sizes(self) -> tuple[Shape, ...]:
+        """:attr:`shapes` as tuples of Python integers."""
+        return tuple(map(tuple, self.shapes.tolist()))
+
+
+def _integers(name: str, values: Any, *, axes: int) -> IntArray:
+    """An int64 array of so many axes that nobody can change; without samples ``[0]`` or ``[0, 1]``."""
+    array = np.asarray(values)
+    if not array.size:
+        array = np.zeros((0, 1)[:axes], dtype=np.int64)
+    if array.ndim != axes or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} is an array of shape {array.shape} and type {array.dtype}; it must be integers of {axes} axes"
+        )
+    view = array.astype(np.int64, copy=False).view()
+    view.flags.writeable = False
+    return view
 
 
 class InfeasibleError(PlanError):
@@ -67,7 +116,8 @@ class Planner(Protocol):
         name: as in ``DCPStrategy(planner=name)``.
         draws: whether the planner chooses which of the offered samples the step contains (the paper's planners
             do); otherwise it must plan all of them.
-        lockstep: whether all ranks run the same number of micro-batches.
+        lockstep: whether its plans are for an engine that communicates in every micro-batch (see
+            :class:`~lightning_dcp.plan.IterationPlan`).
     """
 
     @property
@@ -82,7 +132,7 @@ class Planner(Protocol):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks run equally many micro-batches."""
+        """Whether the plans are for an engine that communicates in every micro-batch."""
         ...
 
     def plan(self, request: PlanRequest) -> IterationPlan:
@@ -91,4 +141,17 @@ class Planner(Protocol):
         Raises:
             InfeasibleError: a sample fits no allowed setting.
         """
+        ...
+
+
+@runtime_checkable
+class DrawingPlanner(Planner, Protocol):
+    """A planner that chooses the samples of its step among those that it is offered (``draws`` is ``True``).
+
+    It is offered the first :meth:`lookahead` samples of the epoch's order that no step has had yet, fewer at the
+    end of the epoch. The first of them is in every plan, so that no sample waits for ever and none is dropped.
+    """
+
+    def lookahead(self, world: World) -> int:
+        """How many samples it wants to be offered, at least 1."""
         ...

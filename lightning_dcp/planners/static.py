@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -87,8 +87,9 @@ class Static:
         positions = list(range(len(request.shapes)))
         runs = [positions]
         if request.limits.exact_shapes:
-            positions.sort(key=lambda i: request.shapes[i])
-            runs = [list(run) for _, run in groupby(positions, key=lambda i: request.shapes[i])]
+            shapes = request.sizes
+            positions.sort(key=lambda i: shapes[i])
+            runs = [list(run) for _, run in groupby(positions, key=lambda i: shapes[i])]
         for run in runs:
             for start in range(0, len(run), self.batch_size):
                 yield tuple(run[start : start + self.batch_size])
@@ -173,8 +174,9 @@ class Replay:
             PlanError: no saved plan has these samples; or it was made for another world, other sample sizes,
                 groups that do not exist here, or another number of layers.
         """
-        plan = self._plans.get(frozenset(request.sample_ids))
-        step = f"the step's samples {_some(request.sample_ids)}"
+        ids = request.ids
+        plan = self._plans.get(frozenset(ids))
+        step = f"the step's samples {_some(ids)}"
         if plan is None:
             raise PlanError(
                 f"{self.file} holds no plan of {step}; it has {len(self._plans)} plans of other samples"
@@ -189,7 +191,7 @@ class Replay:
                 f"the saved plan of {step} needs {peak} bytes per rank; the limit is "
                 f"{request.limits.memory_bytes} bytes"
             )
-        shapes = dict(zip(request.sample_ids, request.shapes, strict=True))
+        shapes = dict(zip(ids, request.sizes, strict=True))
         for m in plan.micro_batches:
             self._check(m, shapes, request)
         return plan
@@ -229,5 +231,5 @@ class Replay:
                 )
 
 
-def _some(ids: tuple[int, ...]) -> str:
+def _some(ids: Sequence[int]) -> str:
     return f"{sorted(ids)[:8]}{' and more' if len(ids) > 8 else ''}"

@@ -38,9 +38,9 @@ class Tables:
     @classmethod
     def build(cls, request: PlanRequest, options: Shares) -> Tables:
         """Sort the samples and look up, or ask the cost model for, the times of their runs."""
-        shapes = np.asarray(request.shapes, dtype=np.int64)
+        shapes = request.shapes
         # Equal shapes must be neighbours (exact_shapes), and the order must not depend on the input's.
-        order = np.lexsort((np.asarray(request.sample_ids), *-shapes.T, -shapes.prod(axis=-1)))
+        order = np.lexsort((request.sample_ids, *-shapes.T, -shapes.prod(axis=-1)))
         shapes = shapes[order]
         sizes = options.batch_sizes
         legal = np.stack([_legal(shapes, b, request.limits.exact_shapes) for b in sizes.tolist()])

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_dcp.cost import Measurement, Profile, ProfileError
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.plan import MicroBatch, Shape
+from lightning_dcp.profile import Measurement, Profile, ProfileError
 from lightning_dcp.profiling.clock import ClockFactory, clock_for
 from lightning_dcp.profiling.errors import is_out_of_memory
 from lightning_dcp.profiling.probe import Subject, measure_probe

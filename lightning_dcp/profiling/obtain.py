@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from lightning_dcp.cost import IntArray, Profile, ProfileError
+from lightning_dcp.cost import IntArray
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.execution import MicroBatchRunner
 from lightning_dcp.memory import least_of_all, memory_bytes
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners.protocol import Limits
+from lightning_dcp.profile import Profile, ProfileError
 from lightning_dcp.profiling.measure import Survey, measure
 from lightning_dcp.profiling.probe import Subject
 from lightning_dcp.profiling.probes import plan_probes

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_dcp.cost import Measurement, ProfileError
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.plan import MicroBatch
+from lightning_dcp.profile import Measurement, ProfileError
 from lightning_dcp.profiling.clock import Clock, ClockFactory
 from lightning_dcp.profiling.errors import is_out_of_memory
 from lightning_dcp.profiling.ledger import Ledger

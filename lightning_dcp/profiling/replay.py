@@ -27,7 +27,7 @@ _RECOMPUTE_OVERHEAD = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """One layer of a family at one size; see :class:`~lightning_dcp.cost.Measurement`."""
+    """One layer of a family at one size; see :class:`~lightning_dcp.profile.Measurement`."""
 
     forward: int = 0
     backward: int = 0

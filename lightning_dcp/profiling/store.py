@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from lightning_dcp.cost import Profile, ProfileError
+from lightning_dcp.profile import Profile, ProfileError
 from lightning_dcp.recompute import RecomputeSwitch
 
 T = TypeVar("T")

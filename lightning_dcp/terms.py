@@ -1,0 +1,110 @@
+"""Eq. 4 to 6 for many candidates at once: time and memory with any number of recomputed layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from math import prod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dcp.interpolation import IntArray
+
+RecomputePolicy = Literal["auto", "none", "full"]
+
+UNFITTING = 2**62
+"""Nanoseconds of a setting that no number of recomputed layers makes fit the memory limit."""
+
+_MAX_COMBINATIONS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The quantities of Eq. 4 to 6 for many candidates; per-family arrays end in the family axis."""
+
+    layers: IntArray
+    plain_time: IntArray
+    recompute_time: IntArray
+    activation: IntArray
+    layer_input: IntArray
+    constant_time: IntArray
+    constant_bytes: IntArray
+
+    @classmethod
+    def from_stack(cls, values: IntArray, layers: IntArray) -> Terms:
+        """From quantities of a grid, ``[Q, ...]``, and the layers of each family."""
+        count = len(layers)
+        families = np.moveaxis(values[: 4 * count].reshape(4, count, *values.shape[1:]), 1, -1)
+        return cls(
+            layers=layers,
+            plain_time=families[0],
+            recompute_time=families[1],
+            activation=families[2],
+            # A recomputed layer never holds more than a plain one, whatever noise says.
+            layer_input=np.minimum(families[3], families[2]),
+            constant_time=values[-2],
+            constant_bytes=values[-1],
+        )
+
+    def time(self, counts: IntArray) -> IntArray:
+        """``T`` (Eq. 4) with these counts of recomputed layers, ``[..., families]``."""
+        per_family = self.layers * self.plain_time + counts * self.recompute_time
+        return np.asarray(per_family.sum(axis=-1) + self.constant_time)
+
+    def memory(self, counts: IntArray, static_bytes: int) -> IntArray:
+        """``M`` (Eq. 6) with these counts of recomputed layers, ``[..., families]``."""
+        held = (self.layers - counts) * self.activation + counts * self.layer_input
+        # The first layers are the recomputed ones, so their recompute runs when later activations are gone;
+        # only if no layer is left plain does a whole layer's m come on top (found by running).
+        last = np.where((counts == self.layers) & (counts > 0), self.activation, 0)
+        return np.asarray(held.sum(axis=-1) + last.max(axis=-1, initial=0) + self.constant_bytes + static_bytes)
+
+    def counts(self, policy: RecomputePolicy, room: int) -> IntArray:
+        """Counts per family as the policy says, shape ``[..., families]``."""
+        if policy == "auto":
+            return self.fewest_recomputed(room)
+        shape = (*self.constant_time.shape, len(self.layers))
+        return np.broadcast_to(self.layers if policy == "full" else 0 * self.layers, shape)
+
+    def fewest_recomputed(self, room: int) -> IntArray:
+        """Counts per family of least time within ``room`` bytes, shape ``[..., families]``."""
+        counts = np.zeros((*self.constant_time.shape, len(self.layers)), dtype=np.int64)
+        short = self.memory(counts, 0) > room
+        if short.any() and len(self.layers):
+            counts[short] = self._only(short)._search(room)
+        return counts
+
+    def _only(self, chosen: NDArray[np.bool_]) -> Terms:
+        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "layers"}
+        return replace(self, **arrays)
+
+    def _search(self, room: int) -> IntArray:
+        free = int(np.argmax(self.layers))
+        best = np.zeros((len(self.constant_time), len(self.layers)), dtype=np.int64)
+        best_score = np.full(len(best), np.iinfo(np.int64).max)
+        for others in _combinations(self.layers, free):
+            counts = np.tile(np.asarray(others, dtype=np.int64), (len(best), 1))
+            missing = self.memory(counts, 0) - room
+            gain = np.maximum((self.activation - self.layer_input)[:, free], 1)
+            # All layers of a family cost a whole layer's m at the peak, so one less is tried first.
+            for count in (np.clip(-(-missing // gain), 0, self.layers[free] - 1), self.layers[free]):
+                counts[:, free] = count
+                memory = self.memory(counts, 0)
+                # What does not fit is ranked behind all that does, by memory.
+                score = np.where(memory <= room, self.time(counts), UNFITTING + memory)
+                better = score < best_score
+                best[better], best_score[better] = counts[better], score[better]
+        return best
+
+
+def _combinations(layers: IntArray, free: int) -> Iterator[tuple[int, ...]]:
+    """Counts of all families but ``free`` (0 there), fewest first."""
+    others = [int(n) if k != free else 0 for k, n in enumerate(layers)]
+    step = 1
+    while prod(n // step + 2 for n in others if n) > _MAX_COMBINATIONS and step <= max(others):
+        step *= 2
+    choices = [sorted({*range(0, n + 1, step), n}) for n in others]
+    yield from sorted(product(*choices), key=lambda counts: (sum(counts), counts))
