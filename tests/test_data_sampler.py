@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_dcp.cost import IntArray
-from lightning_dcp.data.sampler import StepSampler, cut_by_samples, cut_by_tokens, permutation
+from lightning_dcp.data.sampler import StepSampler, cut_by_samples, cut_by_tokens
+from lightning_dcp.permutation import permutation
 
 TOKENS = np.asarray([5, 3, 9, 1, 7, 2, 8, 4, 6, 11, 10])
 

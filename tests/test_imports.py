@@ -27,6 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("lengths",),
     ("cost",),
     ("profile", "terms"),
+    ("permutation",),
     ("interpolation", "plan", "topology"),
 )
 """A module may import what stands in a later line, or in its own."""
@@ -44,7 +45,7 @@ NO_TORCH = (
         "report",
         "simulate",
     ),
-    *("virtual", "audit", "cli"),
+    *("permutation", "virtual", "audit", "cli"),
 )
 
 
