@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 from hypothesis import strategies as st
@@ -65,31 +65,80 @@ def requests(draw: st.DrawFn, worlds: Sequence[int] = SIZES, max_samples: int = 
     )
 
 
-def check(plan: IterationPlan, asked: PlanRequest) -> None:
-    """Everything that a plan of this request must fulfil."""
+def check(plan: IterationPlan, asked: PlanRequest, drawn: bool = False) -> None:
+    """Everything that a plan of this request must fulfil.
+
+    Args:
+        plan: the plan.
+        asked: what it was made for.
+        drawn: the planner chooses its samples: any of them with the first one offered, instead of all.
+    """
     assert plan.world_size == asked.world.world_size
-    assert sorted(i for m in plan.micro_batches for i in m.sample_ids) == sorted(asked.ids)
+    held = sorted(i for m in plan.micro_batches for i in m.sample_ids)
+    offered = sorted(asked.ids)
+    if drawn:
+        assert len(set(held)) == len(held)
+        assert set(held) <= set(offered)
+        assert asked.ids[0] in held, "the first sample offered is in every step, so that none waits for ever"
+    else:
+        assert held == offered
     shapes = dict(zip(asked.ids, asked.sizes, strict=True))
     for m in plan.micro_batches:
         assert m.shapes == tuple(shapes[i] for i in m.sample_ids)
         _check_micro_batch(m, asked)
-    assert 0 < plan.lower_bound <= plan.makespan
-    assert plan.makespan == max(sum(m.nanoseconds for m in plan.of_rank(r)) for r in range(plan.world_size))
+    assert drawn or plan.lower_bound > 0
+    assert plan.lower_bound <= plan.makespan
+    _check_ranks(plan)
+
+
+def _check_ranks(plan: IterationPlan) -> None:
+    """Groups nested or disjoint, outer first on every rank, and the makespan that follows."""
+    groups = sorted({(m.first_rank, m.first_rank + m.sp_size) for m in plan.micro_batches})
+    for k, (first, end) in enumerate(groups):
+        for other, other_end in groups[k + 1 :]:
+            nested = end <= other or other_end <= end or (first == other and end <= other_end)
+            assert nested, f"groups {first}..{end - 1} and {other}..{other_end - 1} overlap"
+    ranks = [plan.of_rank(r) for r in range(plan.world_size)]
+    for mine in ranks:
+        assert [m.sp_size for m in mine] == sorted((m.sp_size for m in mine), reverse=True)
+    if plan.lockstep:
+        rounds = zip_longest(*[[m.nanoseconds for m in mine] for mine in ranks], fillvalue=0)
+        assert plan.makespan == sum(max(times) for times in rounds)
+    else:
+        assert plan.makespan == max(sum(m.nanoseconds for m in mine) for mine in ranks)
 
 
 def _check_micro_batch(m: MicroBatch, asked: PlanRequest) -> None:
     limits, p = asked.limits, m.sp_size
     assert (m.first_rank, p) in asked.world.blocks
-    longest = [max(axis) for axis in zip(*m.shapes, strict=True)]
-    shared = max(longest[0], 2 * p if p > 1 else 1)  # no shard of a single place
-    assert m.padded_shape == (-(-shared // p) * p, *longest[1:])
-    assert not m.packed
-    assert m.nanoseconds == asked.cost.nanoseconds(m.batch_size, m.padded_shape, p, m.recompute)
-    assert m.bytes == asked.cost.bytes(m.batch_size, m.padded_shape, p, m.recompute)
+    if m.packed:
+        _check_packed(m, asked)
+    else:
+        _check_padded(m, asked)
     assert m.bytes <= limits.memory_bytes
     assert m.batch_size <= (limits.max_batch_size or m.batch_size)
     assert m.padded_tokens // p <= (limits.max_tokens or m.padded_tokens)
-    assert not limits.exact_shapes or set(m.shapes) == {m.padded_shape}
+    assert limits.recompute != "none" or not any(m.recompute)
+    assert limits.recompute != "full" or m.recompute == asked.cost.num_layers
+
+
+def _check_padded(m: MicroBatch, asked: PlanRequest) -> None:
+    p = m.sp_size
+    longest = [max(axis) for axis in zip(*m.shapes, strict=True)]
+    shared = max(longest[0], 2 * p if p > 1 else 1)  # no shard of a single place
+    assert m.padded_shape == (-(-shared // p) * p, *longest[1:])
+    assert m.nanoseconds == asked.cost.nanoseconds(m.batch_size, m.padded_shape, p, m.recompute)
+    assert m.bytes == asked.cost.bytes(m.batch_size, m.padded_shape, p, m.recompute)
+    assert not asked.limits.exact_shapes or set(m.shapes) == {m.padded_shape}
+
+
+def _check_packed(m: MicroBatch, asked: PlanRequest) -> None:
+    """One row of mixed lengths, each costing what it adds at its own length."""
+    assert asked.limits.packing, "rows are packed only where the request allows it"
+    p, lengths = m.sp_size, [length for (length,) in m.shapes]
+    shared = max(sum(lengths), 2 * p if p > 1 else 1)
+    assert m.padded_shape == (-(-shared // p) * p,)
+    assert (m.nanoseconds, m.bytes) == asked.cost.packed_row(p, lengths, m.recompute)
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
