@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 
 import torch
 import torch.distributed as dist
 
+from lightning_dcp.amounts import parse_bytes
+
 DEFAULT_BUCKET = 200_000_000
 """Elements of Lightning's default reduce bucket; the strategy lowers it to the number of parameters."""
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def memory_bytes(limit: float | int | str, device: torch.device, ranks_per_node: int) -> int:
@@ -28,7 +26,7 @@ def memory_bytes(limit: float | int | str, device: torch.device, ranks_per_node:
         ValueError: the limit is neither.
     """
     if isinstance(limit, str):
-        return _parse(limit)
+        return parse_bytes(limit)
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= 1:
         raise ValueError(
             f"memory_limit is {limit!r}; allowed are a share of the device's memory above 0 and up to 1, or an amount "
@@ -47,16 +45,6 @@ def least_of_all(amount: int, device: torch.device) -> int:
     vector = torch.tensor([amount], dtype=torch.int64, device=device)
     dist.all_reduce(vector, op=dist.ReduceOp.MIN)
     return int(vector.item())
-
-
-def _parse(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text, flags=re.IGNORECASE)
-    amount = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
-    if amount < 1:
-        raise ValueError(
-            f'memory_limit is {text!r}; allowed is a positive amount such as "80GB", "512MB" or "1.5GiB"'
-        )
-    return int(amount)
 
 
 def _total(device: torch.device, ranks_per_node: int) -> int:

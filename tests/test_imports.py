@@ -28,7 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("profile", "terms"),
     ("permutation",),
-    ("interpolation", "plan", "topology"),
+    ("amounts", "interpolation", "plan", "topology"),
 )
 """A module may import what stands in a later line, or in its own."""
 
@@ -45,7 +45,7 @@ NO_TORCH = (
         "report",
         "simulate",
     ),
-    *("permutation", "virtual", "audit", "cli"),
+    *("amounts", "permutation", "virtual", "audit", "cli"),
 )
 
 
