@@ -31,7 +31,9 @@ def test_shares_of_the_main_memory() -> None:
     assert memory_bytes(0.5, CPU, 2) == whole // 2 // 2
 
 
-@pytest.mark.parametrize("limit", ["80", "GB", "-1GB", "0GB", "0.1B", "1e3GB", "2000TB", 0, -0.5, 1.1, True, float("nan")])
+@pytest.mark.parametrize(
+    "limit", ["80", "GB", "-1GB", "0GB", "0.1B", "1e3GB", "2000TB", 0, -0.5, 1.1, True, float("nan")]
+)
 def test_what_is_no_limit_is_refused(limit: Any) -> None:
     with pytest.raises(ValueError, match=r'memory_limit is .*"80GB"'):
         memory_bytes(limit, CPU, 1)
