@@ -138,6 +138,19 @@ class CostModel:
         terms, counts = self._packed_terms(sp_size, parts), self._counts(recompute)
         return int(terms.time(counts)), int(terms.memory(counts, self.profile.static_bytes))
 
+    def useful_time(self, tokens: IntArray) -> IntArray:
+        """Rank-nanoseconds of the work that samples are trained for: no recompute, exchange, padding or fixed cost.
+
+        What each adds to a full row on the smallest group; it weighs samples alike whatever plan they end up in.
+
+        Args:
+            tokens: true tokens of each sample.
+        """
+        p = self.sp_sizes[0]
+        parts = np.moveaxis(self.packed_parts(p, tokens), -1, 0)
+        terms = Terms.from_stack(parts, np.asarray(self.num_layers, dtype=np.int64))
+        return p * terms.time(np.zeros(len(self.num_layers), dtype=np.int64))
+
     def _packed_terms(self, sp_size: int, parts: IntArray) -> Terms:
         self._check_size(sp_size)
         base = self._grids[sp_size].at(np.asarray(1), np.asarray(0))

@@ -481,3 +481,74 @@ def test_the_analytic_profile_is_monotone_and_wide_groups_pay() -> None:
     assert times == sorted(times, reverse=True)
     assert all(p * t > times[0] for p, t in zip((2, 4), times[1:], strict=True))
     assert analytic_measurement(2, (8,), 1, 2).forward == (106_432, 212_864)
+
+
+# Packed rows
+
+
+def packed_time(cost: CostModel, p: int, *lengths: int) -> int:
+    return cost.packed_row(p, lengths, (0,))[0]
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_a_packed_row_of_one_sample_costs_what_the_sample_costs(p: int) -> None:
+    cost = analytic_cost()
+    for length in (8, 64, 100, 700, 4096):
+        alone = cost.nanoseconds(1, (length,), p, (0,)), cost.bytes(1, (length,), p, (0,))
+        assert np.abs(np.subtract(cost.packed_row(p, [length], (0,)), alone)).max() <= 50, "rounded for each layer"
+
+
+def test_packing_shares_the_fixed_cost_and_attends_within_samples_only() -> None:
+    cost = analytic_cost()
+    fixed = packed_time(cost, 1)
+    parts = packed_time(cost, 1, 256), packed_time(cost, 1, 1024)
+    assert packed_time(cost, 1, 256, 1024) == sum(parts) - fixed
+    whole = packed_time(cost, 1, 4096)
+    halves, quarters = packed_time(cost, 1, 2048, 2048), packed_time(cost, 1, *[1024] * 4)
+    assert quarters < halves < whole, "attention grows with the square of each sample's own length"
+
+
+def test_short_samples_are_not_free_in_a_packed_row() -> None:
+    """Alone they cost no more than an empty row, as the launches take all the time; many of them do cost."""
+    cost = only_constant((1, 8, 1000), (1, 16, 1000), (64, 8, 3560), (64, 16, 7000))
+    assert packed_time(cost, 1) == 1000
+    assert packed_time(cost, 1, *[8] * 100) == 1000 + 100 * 40
+    assert packed_time(cost, 1, *[16] * 100) >= 1000 + 100 * 93
+
+
+def test_packed_settings_equal_the_row_with_fewest_recomputed_layers() -> None:
+    cost = analytic_cost()
+    lengths = [700, 300, 45, 2000]
+    parts = cost.packed_parts(2, np.asarray(lengths)).sum(axis=0)
+    most = cost.packed_row(2, lengths, (0,))[1]
+    seen = set()
+    for limit in range(most, most // 3, -most // 40):
+        found = cost.packed(2, parts, limit)
+        fitting = [r for r in range(5) if cost.packed_row(2, lengths, (r,))[1] <= limit]
+        if not fitting:
+            assert int(found.nanoseconds) == INFEASIBLE
+            continue
+        recompute = tuple(found.recompute.tolist())
+        assert recompute == (fitting[0],)
+        assert (int(found.nanoseconds), int(found.bytes)) == cost.packed_row(2, lengths, recompute)
+        seen.add(recompute)
+    assert seen == {(r,) for r in range(4)}, "with all layers recomputed one whole layer is held all the same"
+
+
+@given(lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=8), more=st.integers(0, 500))
+def test_packed_rows_never_fall_with_length_or_samples(lengths: list[int], more: int) -> None:
+    cost = analytic_cost()
+    for p in (1, 4):
+        row = np.asarray(cost.packed_row(p, lengths, (1,)))
+        assert (row <= cost.packed_row(p, [*lengths[:-1], lengths[-1] + more], (1,))).all()
+        assert (row <= cost.packed_row(p, [*lengths, 1 + more], (1,))).all()
+
+
+def test_useful_time_leaves_out_what_no_sample_is_trained_by() -> None:
+    cost = analytic_cost((1, 4))
+    lengths = np.asarray([64, 1024])
+    useful = cost.useful_time(lengths)
+    assert useful.tolist() == [packed_time(cost, 1, n) - packed_time(cost, 1) for n in (64, 1024)]
+    # On a larger smallest group the same work is counted over its ranks.
+    on_four = analytic_cost((4,)).useful_time(lengths)
+    assert (on_four > useful).all(), "with the exchanges, where no single rank was measured"

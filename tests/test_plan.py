@@ -333,3 +333,51 @@ def test_digest_is_the_same_in_other_processes_and_hash_seeds() -> None:
         )
         found.add(int(done.stdout))
     assert found == {two_groups().digest()}
+
+
+# Lockstep
+
+
+def in_lockstep(*rows: tuple[int, int, int], world_size: int = 4) -> IterationPlan:
+    """A plan of ``(first rank, p, nanoseconds)``."""
+    made = tuple(
+        MicroBatch(
+            sample_ids=(i,), shapes=((8,),), padded_shape=(8,), first_rank=a, sp_size=p, nanoseconds=t, bytes=0
+        )
+        for i, (a, p, t) in enumerate(rows)
+    )
+    return IterationPlan(world_size=world_size, micro_batches=made, lockstep=True)
+
+
+def test_in_lockstep_each_round_lasts_as_long_as_its_longest_micro_batch() -> None:
+    plan = in_lockstep((0, 1, 5), (0, 1, 9), (1, 1, 7), (2, 2, 6), (2, 1, 1))
+    assert plan.rounds() == [7, 9]
+    assert plan.makespan == 16
+    assert replace(plan, lockstep=False).makespan == 14
+    assert plan.idle_ratio == pytest.approx(1 - (5 + 9 + 7 + 2 * 6 + 1) / (4 * 16))
+
+
+def test_a_group_is_in_the_same_round_on_all_of_its_ranks() -> None:
+    """Whatever the plan order: what runs before it belongs to wider groups or to the same one."""
+    rng = random.Random(0)
+    for _ in range(50):
+        world = World.build(8, (1, 2, 4, 8))
+        rows = [(*rng.choice(world.blocks), rng.randint(1, 9)) for _ in range(rng.randint(1, 12))]
+        plan = in_lockstep(*rows, world_size=8)
+        number: dict[tuple[int, ...], set[int]] = {}
+        for rank in range(8):
+            for k, m in enumerate(plan.of_rank(rank)):
+                number.setdefault(m.sample_ids, set()).add(k)
+        assert all(len(found) == 1 for found in number.values())
+        queues = [plan.of_rank(rank) for rank in range(8)]
+        depth = max(map(len, queues))
+        expected = [max(q[k].nanoseconds for q in queues if k < len(q)) for k in range(depth)]
+        assert plan.rounds() == expected
+
+
+def test_lockstep_travels_with_the_plan() -> None:
+    plan = in_lockstep((0, 1, 5), (1, 1, 7))
+    assert IterationPlan.from_json(plan.to_json()) == plan
+    assert plan.digest() != replace(plan, lockstep=False).digest()
+    with pytest.raises(PlanError, match="lockstep is 1; it must be True or False"):
+        replace(plan, lockstep=1)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dcp.topology import Block, World, laminar_blocks, legal_sp_sizes
+from lightning_dcp.topology import Block, World, laminar_blocks, legal_sp_sizes, nested_sizes
 
 WORLDS = (1, 2, 3, 5, 6, 7, 8, 12, 24)
 
@@ -113,3 +113,25 @@ def test_legal_sizes(world_size: int, heads: int, kv_heads: int | None, legal: t
 def test_counts_below_one_are_refused(counts: tuple[int, int, int | None]) -> None:
     with pytest.raises(ValueError, match="each must be at least 1"):
         legal_sp_sizes(*counts)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nested"),
+    [
+        ((1, 2, 3, 4, 6, 8, 12), (1, 2, 4, 8)),
+        ((1, 2, 3, 4), (1, 2, 4)),
+        ((3, 9, 2), (1, 3, 9)),
+        ((5, 7), (1, 5)),
+        ((), (1,)),
+        (range(1, 49), (1, 2, 4, 8, 16, 32)),
+        ((2, 6, 3, 18), (1, 2, 6, 18)),
+    ],
+)
+def test_nested_sizes_divide_one_another(sizes: tuple[int, ...], nested: tuple[int, ...]) -> None:
+    assert nested_sizes(sizes) == nested
+
+
+def test_nested_sizes_keep_all_groups_of_a_size() -> None:
+    world = World.build(4, nested_sizes((1, 2, 3, 4)))
+    assert len(world.blocks_of(2)) == 2
+    assert len(World.build(4, (1, 2, 3, 4)).blocks_of(2)) == 1, "what nested sizes are for"

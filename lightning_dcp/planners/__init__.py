@@ -6,12 +6,15 @@ from typing import Any
 
 from lightning_dcp.planners.balanced import Balanced
 from lightning_dcp.planners.bound import lower_bound
-from lightning_dcp.planners.protocol import InfeasibleError, Limits, Planner, PlanRequest
+from lightning_dcp.planners.floating import Floating
+from lightning_dcp.planners.protocol import DrawingPlanner, InfeasibleError, Limits, Planner, PlanRequest
 from lightning_dcp.planners.static import Replay, Static
 
 __all__ = [
     "PLANNERS",
     "Balanced",
+    "DrawingPlanner",
+    "Floating",
     "InfeasibleError",
     "Limits",
     "PlanRequest",
@@ -22,7 +25,14 @@ __all__ = [
     "lower_bound",
 ]
 
-PLANNERS = ("balanced", "replay", "static")
+_CLASSES: dict[str, type[Planner]] = {
+    "balanced": Balanced,
+    "floating": Floating,
+    "replay": Replay,
+    "static": Static,
+}
+
+PLANNERS = tuple(_CLASSES)
 """Names that :func:`create` knows."""
 
 
@@ -31,8 +41,8 @@ def create(planner: str | Planner, **options: Any) -> Planner:
 
     Args:
         planner: one of :data:`PLANNERS`, or an object with ``name``, ``draws``, ``lockstep`` and ``plan``.
-        options: arguments of the planner's class, such as ``sp_size=2`` for ``static`` or ``file=...`` for
-            ``replay``.
+        options: arguments of the planner's class, such as ``sp_size=2`` for ``static``, ``file=...`` for ``replay``,
+            ``min_samples=256, max_samples=1024`` for ``floating``.
 
     Raises:
         ValueError: the name is unknown, an option does not exist or misses, or options come with an object.
@@ -46,11 +56,9 @@ def create(planner: str | Planner, **options: Any) -> Planner:
                 f"options {sorted(options)} belong to a planner's name; set them on the object itself"
             )
         return planner
-    classes: dict[str, type[Balanced] | type[Replay] | type[Static]]
-    classes = {"balanced": Balanced, "replay": Replay, "static": Static}
-    if planner not in classes:
+    if planner not in _CLASSES:
         raise ValueError(f"planner {planner!r} is unknown; allowed are {', '.join(PLANNERS)}")
     try:
-        return classes[planner](**options)
+        return _CLASSES[planner](**options)
     except TypeError as error:
         raise ValueError(f"planner {planner!r} does not take the options {sorted(options)}: {error}") from error

@@ -1,0 +1,94 @@
+"""Steps whose number of samples follows the data: the prefix of the epoch's order that wastes least time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lightning_dcp.plan import IterationPlan
+from lightning_dcp.planners.balanced import Balanced
+from lightning_dcp.planners.protocol import Planner, PlanRequest
+from lightning_dcp.topology import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floating:
+    """The next ``N`` samples of the order, ``N`` between two bounds, planned by another planner.
+
+    Of a few ``N``, evenly spaced on a logarithmic scale, the one of most useful work per time is taken: the rank-time
+    that its samples need in any plan (:meth:`CostModel.useful_time`), over the step's makespan and what ends every
+    step (``profile.sync_time``). So ``N`` grows where the end of a step is dear, and falls where the next samples
+    would leave ranks idle. Samples per time would not do: it ends steps before long samples, so that those would
+    meet in other steps than short ones, and weigh more or less than they should.
+
+    The order of the samples stays as it is, and each is trained once. A step's size depends on lengths; an
+    optimizer whose rate is tuned to one number of samples should know.
+
+    Attributes:
+        min_samples: least samples of a step; the last of an epoch may have fewer.
+        max_samples: most samples of a step.
+        candidates: how many ``N`` are planned for each step.
+        planner: plans the samples of a step.
+
+    Raises:
+        ValueError: a bound is out of range, or the planner draws by itself.
+    """
+
+    min_samples: int
+    max_samples: int
+    candidates: int = 8
+    planner: Planner = field(default_factory=Balanced)
+    name: str = field(default="floating", init=False)
+    draws: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_samples <= self.max_samples or self.candidates < 2:
+            raise ValueError(
+                f"min_samples={self.min_samples}, max_samples={self.max_samples}, candidates={self.candidates}; "
+                "allowed are 1 <= min_samples <= max_samples and two candidates or more"
+            )
+        if self.planner.draws:
+            raise ValueError(
+                f'planner "{self.planner.name}" draws the samples of a step by itself; give one that plans what it '
+                "is given, such as Balanced()"
+            )
+
+    @property
+    def lockstep(self) -> bool:
+        """As the planner that it uses."""
+        return self.planner.lockstep
+
+    def lookahead(self, world: World) -> int:  # noqa: ARG002 - other planners need more on more ranks
+        """One step and the least of the next, so that the end of the epoch is seen before it comes."""
+        return self.max_samples + self.min_samples
+
+    def plan(self, request: PlanRequest) -> IterationPlan:
+        """Plan the best prefix of the offered samples.
+
+        Raises:
+            InfeasibleError: a sample fits no allowed setting.
+        """
+        work = np.cumsum(request.cost.useful_time(request.shapes.prod(axis=1))).tolist()
+        best: tuple[int, int, IterationPlan] | None = None
+        for count in self._counts(len(request.sample_ids), self.lookahead(request.world)):
+            part = replace(request, sample_ids=request.sample_ids[:count], shapes=request.shapes[:count])
+            plan = self.planner.plan(part)
+            time = plan.makespan + request.cost.profile.sync_time
+            # Products of Python's integers: no rank can round another way.
+            if best is None or work[count - 1] * best[1] > best[0] * time:
+                best = work[count - 1], time, plan
+        assert best is not None
+        return best[2]
+
+    def _counts(self, offered: int, wanted: int) -> list[int]:
+        """Sizes to try, the largest first: of equally good ones it needs the fewest steps."""
+        if offered <= self.min_samples:
+            return [offered]
+        spaced = np.geomspace(self.min_samples, self.max_samples, self.candidates).round()
+        counts = sorted({min(int(count), offered) for count in spaced}, reverse=True)
+        if offered == wanted:
+            return counts
+        # The epoch ends here: no step of it should be left with less than the least.
+        whole = [count for count in counts if count == offered or offered - count >= self.min_samples]
+        return whole or [min(offered, self.max_samples)]
