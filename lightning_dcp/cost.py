@@ -129,13 +129,13 @@ class CostModel:
             memory_bytes: limit per rank.
             policy: as in :meth:`settings`.
         """
-        terms = self._packed_terms(sp_size, parts)
+        terms = self.packed_terms(sp_size, parts)
         return self._best(terms, memory_bytes, policy)
 
     def packed_row(self, sp_size: int, lengths: Sequence[int], recompute: tuple[int, ...]) -> tuple[int, int]:
         """Nanoseconds and bytes of one packed row with these counts of recomputed layers."""
         parts = self.packed_parts(sp_size, np.asarray(lengths, dtype=np.int64)).sum(axis=0)
-        terms, counts = self._packed_terms(sp_size, parts), self._counts(recompute)
+        terms, counts = self.packed_terms(sp_size, parts), self._counts(recompute)
         return int(terms.time(counts)), int(terms.memory(counts, self.profile.static_bytes))
 
     def useful_time(self, tokens: IntArray) -> IntArray:
@@ -151,7 +151,8 @@ class CostModel:
         terms = Terms.from_stack(parts, np.asarray(self.num_layers, dtype=np.int64))
         return p * terms.time(np.zeros(len(self.num_layers), dtype=np.int64))
 
-    def _packed_terms(self, sp_size: int, parts: IntArray) -> Terms:
+    def packed_terms(self, sp_size: int, parts: IntArray) -> Terms:
+        """Eq. 4 to 6 of packed rows, for questions that :meth:`packed` does not answer; arguments as there."""
         self._check_size(sp_size)
         base = self._grids[sp_size].at(np.asarray(1), np.asarray(0))
         values = np.minimum(base + np.asarray(parts), MAX_VALUE)
