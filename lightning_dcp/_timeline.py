@@ -15,10 +15,10 @@ from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.report import Spans, describe, measured_idle
 
 # Okabe and Ito's colours keep apart for every kind of colour vision; light ones first, since text stands on them.
-_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2")
+COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2")
 _HATCHES = ("", "//", "xx", "..", "oo", "++", "**")
-_IDLE = "#e4e4e4"
-_INK = "#222222"
+IDLE = "#e4e4e4"
+INK = "#222222"
 _WIDTH_IN = 11.0
 _CHARACTER_IN = 0.072
 """Width of a character of a label, in inches: a label is drawn only where it fits."""
@@ -38,7 +38,7 @@ def draw(plan: IterationPlan, planned: Spans, measured: Spans, path: Path) -> No
     ):
         scaled = [[(s * scale, e * scale) for s, e in rank] for rank in spans]
         _draw_ranks(axes, (plan, style), scaled, length * scale)
-        axes.set_title(title, loc="left", fontsize=10, color=_INK)
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
     if plan.lower_bound:
         upper.axvline(plan.lower_bound / 1e9 * scale, color="black", linestyle="--", linewidth=1.4)
     lower.set_xlabel(f"time in the step [{unit}]")
@@ -74,7 +74,7 @@ def _draw_ranks(axes: Any, drawn: tuple[IterationPlan, _Style], spans: Spans, le
     plan, style = drawn
     end = max((e for rank in spans for _, e in rank), default=length)
     for rank in range(plan.world_size):
-        axes.add_patch(Rectangle((0.0, rank - 0.45), end, 0.9, facecolor=_IDLE, edgecolor="none"))
+        axes.add_patch(Rectangle((0.0, rank - 0.45), end, 0.9, facecolor=IDLE, edgecolor="none"))
         for micro_batch, span in zip(plan.of_rank(rank), spans[rank], strict=True):
             _draw_bar(axes, style, micro_batch, (rank, span, length))
     axes.set(xlim=(0.0, length * 1.01), ylim=(plan.world_size - 0.4, -0.6), ylabel="rank")
@@ -111,7 +111,7 @@ def _draw_bar(
             ha="center",
             va="center",
             fontsize=7,
-            color=_INK,
+            color=INK,
             bbox=box if any(micro_batch.recompute) else None,
         )
 
@@ -128,7 +128,7 @@ def _style(plan: IterationPlan) -> _Style:
     depths = sorted({m.recompute for m in plan.micro_batches}, key=lambda r: (sum(r), r))
     hatches = cycle(_HATCHES[1:])
     return _Style(
-        colours=dict(zip(sp_sizes, cycle(_COLOURS), strict=False)),
+        colours=dict(zip(sp_sizes, cycle(COLOURS), strict=False)),
         hatches={depth: next(hatches) if any(depth) else _HATCHES[0] for depth in depths},
     )
 
@@ -138,7 +138,7 @@ def _legend(plan: IterationPlan, style: _Style) -> Sequence[Any]:
     for depth, hatch in style.hatches.items():
         label = f"r = {'+'.join(str(r) for r in depth) or '0'}"
         handles.append(Patch(facecolor="#999999", edgecolor="white", hatch=hatch, label=label))
-    handles.append(Patch(facecolor=_IDLE, label="idle"))
+    handles.append(Patch(facecolor=IDLE, label="idle"))
     if plan.lower_bound:
         handles.append(Line2D([], [], color="black", linestyle="--", label="lower bound"))
     handles.append(Patch(facecolor="none", label="in a bar: batch size b, or b·r"))
