@@ -7,7 +7,7 @@ the batch size. All arithmetic is on int64 nanoseconds and bytes, so every rank 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -15,27 +15,12 @@ import numpy as np
 from lightning_dcp.interpolation import MAX_VALUE, Grid, IntArray
 from lightning_dcp.plan import Shape
 from lightning_dcp.profile import Measurement, Profile
-from lightning_dcp.terms import UNFITTING, RecomputePolicy, Terms
+from lightning_dcp.terms import UNFITTING, Lines, RecomputePolicy, Settings, Terms
 
-__all__ = ["INFEASIBLE", "CostModel", "IntArray", "RecomputePolicy", "Settings"]
+__all__ = ["INFEASIBLE", "CostModel", "IntArray", "Lines", "RecomputePolicy", "Settings"]
 
 INFEASIBLE = UNFITTING
 """Nanoseconds of a setting that no number of recomputed layers makes fit the memory limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Best settings of many candidates at once; all arrays have the broadcast shape of the question.
-
-    Attributes:
-        nanoseconds: time with the fewest recomputed layers that fit (Eq. 4), or :data:`INFEASIBLE`.
-        bytes: memory with them (Eq. 6).
-        recompute: the counts ``r``, shape ``[..., families]``.
-    """
-
-    nanoseconds: IntArray
-    bytes: IntArray
-    recompute: IntArray
 
 
 class CostModel:
@@ -97,10 +82,23 @@ class CostModel:
         return self._best(terms, memory_bytes, policy)
 
     def _best(self, terms: Terms, memory_bytes: int, policy: RecomputePolicy) -> Settings:
-        counts = terms.counts(policy, memory_bytes - self.profile.static_bytes)
-        memory = terms.memory(counts, self.profile.static_bytes)
-        time = np.where(memory <= memory_bytes, terms.time(counts), INFEASIBLE)
-        return Settings(nanoseconds=time, bytes=memory, recompute=counts)
+        return Settings.within(terms, memory_bytes, self.profile.static_bytes, policy)
+
+    def lines(self, sp_size: int, tokens: IntArray) -> Lines:
+        """Look up samples once, for questions about many batch sizes.
+
+        Args:
+            sp_size: ``p``.
+            tokens: padded tokens of each sample, shape ``[n]``.
+        """
+        self._check_size(sp_size)
+        grid = self._grids[sp_size]
+        return Lines(
+            grid=grid,
+            rows=grid.rows(tokens),
+            layers=np.asarray(self.num_layers, dtype=np.int64),
+            static_bytes=self.profile.static_bytes,
+        )
 
     def packed_parts(self, sp_size: int, tokens: IntArray) -> IntArray:
         """What samples add to a packed row, shape ``[..., quantities]``; sums over samples go to :meth:`packed`.

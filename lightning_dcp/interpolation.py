@@ -110,6 +110,32 @@ class Grid:
         grown = base + _scale(step, batch - self.batch_nodes[row], self.batch_widths[row])
         return np.asarray(np.minimum(grown, MAX_VALUE))
 
+    def rows(self, tokens: IntArray) -> IntArray:
+        """Values of every row of the tables at ``tokens``, shape ``[Q, B + 1, ...]``; for :meth:`between`.
+
+        Raises:
+            ValueError: a token count below 0 or above :data:`MAX_TOKENS`.
+        """
+        tokens = np.asarray(tokens, dtype=np.int64)
+        if tokens.size and (tokens.min() < 0 or tokens.max() > MAX_TOKENS):
+            raise ValueError(f"{tokens.min()} to {tokens.max()} tokens; allowed are 0 to {MAX_TOKENS}")
+        return self._along_tokens(np.arange(len(self.batch_widths) + 1).reshape(-1, *[1] * tokens.ndim), tokens)
+
+    def between(self, rows: IntArray, batch_size: int) -> IntArray:
+        """Values at one batch size, shape ``[Q, ...]``: :meth:`at` for tokens whose :meth:`rows` are known.
+
+        Raises:
+            ValueError: the batch size is below 1 or above :data:`MAX_TOKENS`.
+        """
+        if not 1 <= batch_size <= MAX_TOKENS:
+            raise ValueError(f"batch size {batch_size}; allowed are 1 to {MAX_TOKENS}")
+        row = int(np.searchsorted(self.batch_nodes, batch_size, side="right")) - 1
+        part, width = batch_size - int(self.batch_nodes[row]), self.batch_widths[row]
+        if not part:
+            return np.asarray(rows[:, row])
+        step = rows[:, row + 1] - rows[:, row] if row < len(self.batch_nodes) - 1 else rows[:, row + 1]
+        return np.asarray(np.minimum(rows[:, row] + _scale(step, np.asarray(part), width), MAX_VALUE))
+
     def _along_tokens(self, row: IntArray, token: IntArray) -> IntArray:
         column = np.searchsorted(self.token_nodes, token, side="right") - 1
         step = self.steps[:, row, column]

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.interpolation import IntArray
+from lightning_dcp.interpolation import Grid, IntArray
 
 RecomputePolicy = Literal["auto", "none", "full"]
 
@@ -98,6 +98,68 @@ class Terms:
                 better = score < best_score
                 best[better], best_score[better] = counts[better], score[better]
         return best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Best settings of many candidates at once; all arrays have the broadcast shape of the question.
+
+    Attributes:
+        nanoseconds: time with the fewest recomputed layers that fit (Eq. 4), or :data:`UNFITTING`.
+        bytes: memory with them (Eq. 6).
+        recompute: the counts ``r``, shape ``[..., families]``.
+    """
+
+    nanoseconds: IntArray
+    bytes: IntArray
+    recompute: IntArray
+
+    @classmethod
+    def within(cls, terms: Terms, memory_bytes: int, static_bytes: int, policy: RecomputePolicy) -> Settings:
+        """The counts that the policy asks for within the memory; where nothing fits, those of least memory."""
+        counts = terms.counts(policy, memory_bytes - static_bytes)
+        memory = terms.memory(counts, static_bytes)
+        time = np.where(memory <= memory_bytes, terms.time(counts), UNFITTING)
+        return cls(nanoseconds=time, bytes=memory, recompute=counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """Samples of given sizes, looked up once for questions about any batch size.
+
+    Attributes:
+        grid: quantities of one sequence-parallel size.
+        rows: :meth:`Grid.rows` of the samples, shape ``[Q, B + 1, n]``.
+        layers: layers of each family.
+        static_bytes: bytes that no micro-batch changes.
+    """
+
+    grid: Grid
+    rows: IntArray
+    layers: IntArray
+    static_bytes: int
+
+    def part(self, chosen: slice | IntArray) -> Lines:
+        """The same for some of the samples."""
+        return replace(self, rows=self.rows[..., chosen])
+
+    def settings(self, batch_size: int, memory_bytes: int, policy: RecomputePolicy = "auto") -> Settings:
+        """:meth:`CostModel.settings` of ``batch_size`` samples of each size, shape ``[n]``."""
+        terms = Terms.from_stack(self.grid.between(self.rows, batch_size), self.layers)
+        return Settings.within(terms, memory_bytes, self.static_bytes, policy)
+
+    def least_plain_share(self) -> IntArray:
+        """At most ``T / b`` of any batch size, whatever is recomputed, shape ``[n]``.
+
+        Without recompute ``T`` is a line in ``b`` between two measured batch sizes and beyond the last, so ``T / b``
+        is least at one of them, or is that of the growth beyond.
+        """
+        none = np.zeros(len(self.layers), dtype=np.int64)
+        times = Terms.from_stack(self.rows, self.layers).time(none)
+        # Each quantity was rounded down once, by less than a nanosecond a layer.
+        slack = int(self.layers.sum()) + 1
+        widths = np.append(self.grid.batch_nodes, self.grid.batch_widths[-1])
+        return np.asarray(np.maximum((times - slack) // widths[:, None], 0).min(axis=0))
 
 
 def _combinations(layers: IntArray, free: int) -> Iterator[tuple[int, ...]]:

@@ -1,0 +1,71 @@
+"""Questions about many batch sizes of the same samples: equal to asking for each, and a floor under all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dcp.cost import CostModel, RecomputePolicy
+from lightning_dcp.interpolation import MAX_TOKENS
+from lightning_dcp.profile import Profile
+from tests.synthetic import analytic_profile
+from tests.test_cost import noisy_profiles
+
+
+@settings(max_examples=150, deadline=None)
+@given(measured=noisy_profiles(), data=st.data())
+def test_lines_answer_as_the_cost_model_does(measured: Profile, data: st.DataObject) -> None:
+    cost = CostModel(measured)
+    tokens = np.asarray(data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=5)), dtype=np.int64)
+    limit = data.draw(st.integers(0, 3000))
+    policies: list[RecomputePolicy] = ["auto", "none", "full"]
+    policy = data.draw(st.sampled_from(policies))
+    for p in cost.sp_sizes:
+        lines = cost.lines(p, tokens)
+        for b in data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)):
+            found, asked = (
+                lines.settings(b, limit, policy),
+                cost.settings(p, np.asarray(b), tokens, limit, policy),
+            )
+            assert (found.nanoseconds == asked.nanoseconds).all()
+            assert (found.bytes == asked.bytes).all()
+            assert (found.recompute == asked.recompute).all()
+            some = lines.part(slice(1, None)).settings(b, limit, policy).nanoseconds
+            assert (some == asked.nanoseconds[1:]).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(measured=noisy_profiles(), data=st.data())
+def test_no_batch_size_has_a_smaller_share_than_the_least_plain_one(
+    measured: Profile, data: st.DataObject
+) -> None:
+    cost = CostModel(measured)
+    tokens = np.asarray(data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=5)), dtype=np.int64)
+    limit = data.draw(st.integers(0, 3000))
+    for p in cost.sp_sizes:
+        least = cost.lines(p, tokens).least_plain_share()
+        for b in (*range(1, 20), 50, 1000):
+            asked = cost.settings(p, np.asarray(b), tokens, limit).nanoseconds
+            assert (b * least <= asked).all()
+
+
+def test_the_least_plain_share_is_met_where_nothing_is_lost() -> None:
+    cost = CostModel(analytic_profile((1, 2), (4,)))
+    tokens = np.asarray([60, 700], dtype=np.int64)
+    best = cost.settings(2, np.asarray(100_000), tokens, 2**60).nanoseconds / 100_000
+    assert cost.lines(2, tokens).least_plain_share() == pytest.approx(best, rel=1e-3)
+
+
+def test_what_cannot_be_counted_is_refused() -> None:
+    cost = CostModel(analytic_profile((1,), (4,)))
+    for wrong in (-1, MAX_TOKENS + 1):
+        with pytest.raises(ValueError, match="tokens; allowed are 0 to"):
+            cost.lines(1, np.asarray([5, wrong]))
+    with pytest.raises(ValueError, match="size 2 was not profiled"):
+        cost.lines(2, np.asarray([5]))
+    lines = cost.lines(1, np.asarray([5]))
+    for wrong in (0, MAX_TOKENS + 1):
+        with pytest.raises(ValueError, match="batch size .* allowed are 1 to"):
+            lines.settings(wrong, 2**40)
