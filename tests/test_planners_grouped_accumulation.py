@@ -92,7 +92,9 @@ def test_equal_batches_share_a_supply_as_brute_force_shares_it() -> None:
         totals, last = micro_batches(kinds(given, counts), world_size, factor)
         each = [g for total, n in zip(totals.tolist(), counts, strict=True) for g in share(total, n)]
         assert last == shortest == max(g * t for g, (t, _, _) in zip(each, batches, strict=True))
-        assert (idle(batches, each, last, world_size, world_size), last) == min(f for f in found if f[1] == shortest)
+        assert (idle(batches, each, last, world_size, world_size), last) == min(
+            f for f in found if f[1] == shortest
+        )
 
 
 def test_a_wide_group_counts_once_for_each_of_its_ranks() -> None:
@@ -102,7 +104,9 @@ def test_a_wide_group_counts_once_for_each_of_its_ranks() -> None:
     totals, last = micro_batches(kinds(batches), 10, 2.0)
     left = {c: [c - min(most, c // t) * t for t, _, most in batches] for c in (15, 20, 21, 28, 30)}
     printed = {c: sum(seconds) for c, seconds in left.items()}
-    weighted = {c: Fraction(sum(p * x for x, (_, p, _) in zip(left[c], batches, strict=True)), 10 * c) for c in left}
+    weighted = {
+        c: Fraction(sum(p * x for x, (_, p, _) in zip(left[c], batches, strict=True)), 10 * c) for c in left
+    }
     assert min(printed, key=lambda c: printed[c]) == 15
     assert min(weighted, key=lambda c: weighted[c]) == last
     assert last != 15
@@ -139,7 +143,8 @@ def test_g_max_bounds_the_step_by_its_longest_micro_batch_and_not_g() -> None:
 
 
 def test_a_g_max_below_one_still_lets_every_batch_run_once() -> None:
-    assert micro_batches(kinds([(9, 1, 5), (4, 1, 5)]), 2, 0.1) == (pytest.approx([1, 2]), 9)
+    totals, last = micro_batches(kinds([(9, 1, 5), (4, 1, 5)]), 2, 0.1)
+    assert (totals.tolist(), last) == ([1, 2], 9)
 
 
 def test_g_min_multiplies_all_by_the_same_factor_only_when_all_are_below_it() -> None:

@@ -1,0 +1,118 @@
+"""What the drawing planners share: their options, the recompute policy, and the finished plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_dcp.cost import RecomputePolicy
+from lightning_dcp.lengths import MAX_GROUPS
+from lightning_dcp.plan import IterationPlan
+from lightning_dcp.planners.assembly import Placement, assemble, usable_sp_sizes
+from lightning_dcp.planners.bound import lower_bound
+from lightning_dcp.planners.grouped.groups import Groups
+from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
+from lightning_dcp.topology import World
+
+SAMPLES_PER_RANK = 512
+"""Samples offered for each rank where nothing else is said: enough for full batches of every length group."""
+LEAST_WINDOW = 4096
+"""Fewest samples that are offered where nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """Options of the drawing planners.
+
+    Attributes:
+        edges: upper edges of the length groups in tokens, ascending. The edges of the whole dataset
+            (:func:`~lightning_dcp.lengths.length_groups`) keep the groups the same in every step. ``None``: the edges
+            that pad the samples of the window least, found again in each step.
+        length_groups: most groups that are chosen where ``edges`` is ``None``; 1 to 64.
+        window: samples to be offered; by default 512 for each rank and at least 4096.
+        certify: whether plans carry a lower bound of the samples that they hold.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    edges: Sequence[int] | None = None
+    length_groups: int = MAX_GROUPS
+    window: int | None = None
+    certify: bool = True
+    draws: bool = field(default=True, init=False)
+    lockstep: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.edges is not None:
+            edges = tuple(self.edges)
+            if not edges or edges[0] < 1 or any(a >= b for a, b in pairwise(edges)):
+                raise ValueError(f"edges={edges}; they must be integers from 1, ascending, at least one")
+            object.__setattr__(self, "edges", edges)
+        if not 1 <= self.length_groups <= MAX_GROUPS:
+            raise ValueError(f"length_groups={self.length_groups}; allowed are 1 to {MAX_GROUPS}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window}; allowed are integers from 1")
+
+    def lookahead(self, world: World) -> int:
+        """How many samples the planner wants to be offered."""
+        return self.window or max(LEAST_WINDOW, SAMPLES_PER_RANK * world.world_size)
+
+    def _is_last(self, request: PlanRequest) -> bool:
+        """Whether these samples are the last of the epoch: all that are left are offered, and they are few."""
+        return len(request.sample_ids) < self.lookahead(request.world)
+
+    def _settled(self, request: PlanRequest, policy: RecomputePolicy) -> tuple[PlanRequest, Groups]:
+        """The request under the planner's recompute policy, and its samples in groups.
+
+        ``limits.recompute`` wins where it is not ``"auto"``. All layers recomputed need one layer's input more than
+        all but one; samples that this keeps from fitting are planned with the fewest recomputed layers.
+
+        Raises:
+            InfeasibleError: a sample fits no setting.
+        """
+        request = padding(request)
+        sizes = usable_sp_sizes(request)
+        if request.limits.recompute == "auto" and policy != "auto":
+            changed = with_policy(request, policy)
+            try:
+                return changed, Groups.build(changed, sizes, self.edges, self.length_groups)
+            except InfeasibleError:
+                pass
+        return request, Groups.build(request, sizes, self.edges, self.length_groups)
+
+
+def padding(request: PlanRequest) -> PlanRequest:
+    """The request without the permission to pack, which these planners do not use and which changes the bound."""
+    return replace(request, limits=replace(request.limits, packing=False))
+
+
+def with_policy(request: PlanRequest, policy: RecomputePolicy) -> PlanRequest:
+    """The request with another recompute policy."""
+    return replace(request, limits=replace(request.limits, recompute=policy))
+
+
+def finish(
+    request: PlanRequest, policy: RecomputePolicy, placements: Sequence[Placement], certify: bool
+) -> IterationPlan:
+    """The plan of the drawn samples.
+
+    Args:
+        request: the offered samples.
+        policy: recompute policy of the plan; the bound holds for the policy of the request.
+        placements: positions in the request, on groups.
+        certify: whether to compute the bound.
+    """
+    chosen = [i for placement in placements for i in placement.members]
+    rows = np.asarray(chosen, dtype=np.int64)
+    drawn = replace(request, sample_ids=request.sample_ids[rows], shapes=request.shapes[rows])
+    renamed, start = [], 0
+    for placement in placements:
+        end = start + len(placement.members)
+        renamed.append(placement._replace(members=tuple(range(start, end))))
+        start = end
+    bound = lower_bound(drawn) if certify else 0
+    return assemble(with_policy(drawn, policy), renamed, bound)
