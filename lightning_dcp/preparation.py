@@ -20,7 +20,7 @@ from lightning_dcp.data.module import DCPDataModule
 from lightning_dcp.execution import LossSettings, MicroBatchRunner
 from lightning_dcp.memory import least_of_all, memory_bytes
 from lightning_dcp.plan import MicroBatch
-from lightning_dcp.planners import Planner, create
+from lightning_dcp.planners import Balanced, Planner
 from lightning_dcp.planners.protocol import Limits
 from lightning_dcp.profile import Profile
 from lightning_dcp.profiling import obtain_profile
@@ -38,7 +38,7 @@ SelfCheck = bool | Literal["strict"]
 class Settings:
     """The strategy's own arguments, checked; see :class:`~lightning_dcp.strategy.DCPStrategy`."""
 
-    planner: str | Planner = "balanced"
+    planner: Planner = field(default_factory=Balanced)
     sp_sizes: tuple[int, ...] | None = None
     max_batch_size: int | None = None
     max_tokens: int | None = None
@@ -141,7 +141,6 @@ def prepare(
             loss=_loss_settings(settings.loss, loader),
         )
 
-    planner = create(settings.planner)
     single = runner_over(ProcessGroups([(rank, 1) for rank in range(site.world_size)]))
     sizes = _sp_sizes(settings, site, single, module, loader, load)
     world = World.build(site.world_size, sizes, site.ranks_per_node)
@@ -169,7 +168,7 @@ def prepare(
         freedoms=freedoms,
         profile=profile,
         limits=limits,
-        planner=planner,
+        planner=settings.planner,
     )
 
 

@@ -26,7 +26,7 @@ from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.plan import IterationPlan, MicroBatch
-from lightning_dcp.planners import Planner
+from lightning_dcp.planners import Planner, create
 from lightning_dcp.portable import PortableDeepSpeedStrategy
 from lightning_dcp.preparation import Prepared, Settings, Site, prepare
 from lightning_dcp.profile import Profile
@@ -106,7 +106,7 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:
         self._settings = Settings(
-            planner=planner,
+            planner=create(planner),
             sp_sizes=_as_tuple("sp_sizes", sp_sizes),
             max_batch_size=max_batch_size,
             max_tokens=max_tokens,
@@ -141,6 +141,11 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         self._hooks = ExitStack()
 
     # --- what users may ask -------------------------------------------------------------------------------------
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of all steps; known before setup()."""
+        return self._settings.planner
 
     @property
     def groups(self) -> ProcessGroups:
@@ -234,6 +239,8 @@ class DCPStrategy(PortableDeepSpeedStrategy):
         """Take note of the train loader; loaders of evaluation pass."""
         dataloader = super().process_dataloader(dataloader)
         if isinstance(dataloader, DCPLoader):
+            # Not only when it is bound: a schedule asks for the length of an epoch before there is a profile.
+            dataloader.announce(self.planner)
             self._loader = dataloader
             if self._profile is not None:
                 self._bind(dataloader, self._profile)

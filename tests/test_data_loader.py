@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_dcp.data.batch import Batch, DCPBatch
+from lightning_dcp.data.feeding import tasks
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.data.randomness import isolated, seed_global
 from lightning_dcp.data.reading import ReadError
@@ -257,14 +258,6 @@ def test_an_abandoned_pass_leaves_nothing_behind() -> None:
     loader.close()
 
 
-def test_a_planner_that_draws_is_refused() -> None:
-    class Drawing(RoundRobin):
-        draws = True
-
-    with pytest.raises(ValueError, match='planner "round-robin" draws the samples of a step by itself'):
-        _loader(planner=Drawing())
-
-
 class Failing(Tokens):
     """Cannot read one of its samples."""
 
@@ -382,7 +375,7 @@ def test_half_sent_data_of_a_dead_worker_is_text_too(error: Exception) -> None:
     steps = iter(loader)
     assert next(steps).error is None
     steps._readings = broken()  # type: ignore[attr-defined]
-    next(iter(loader._tasks(context(), 0, 1, steps._planned)))  # type: ignore[attr-defined]
+    next(tasks(context(), loader.sampler, loader.shapes, steps._planned))  # type: ignore[attr-defined]
     batch = next(steps)
     assert batch.error is not None
     assert "a worker process ended while samples were read" in batch.error

@@ -39,7 +39,6 @@ class SetUp(DCPDataModule):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({}, "give exactly one of them: the samples, or the tokens"),
         (
             {"global_batch_size": 2, "global_batch_tokens": 3},
             "global_batch_size is 2 and global_batch_tokens is 3",

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_dcp.cost import IntArray
 from lightning_dcp.data.batch import Batch, DCPBatch, StepPlan
+from lightning_dcp.data.drawing import Stray
+from lightning_dcp.data.feeding import Planned, tasks
 from lightning_dcp.data.lengths import check_shapes, dataset_size
-from lightning_dcp.data.planning import PlanningContext, plan_step
-from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, TaskDataset
+from lightning_dcp.data.planning import PlanningContext, samples_of
+from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, torch_loader
 from lightning_dcp.data.sampler import StepSampler
-from lightning_dcp.plan import IterationPlan, MicroBatch
-from lightning_dcp.seeding import seed_from
+from lightning_dcp.plan import MicroBatch
+from lightning_dcp.planners.protocol import Planner
 from lightning_dcp.sequence_parallel.context import SPGroup
 
 __all__ = ["DCPLoader", "DataHooks", "PlanningContext"]
@@ -36,16 +38,6 @@ class DataHooks(Protocol):
     def loss_items(self, batch: Batch) -> int:
         """Items of a shard that the loss averages over."""
         ...
-
-
-class _Planned(NamedTuple):
-    """A step whose data is on its way, or the error that planning it ended with."""
-
-    epoch: int
-    step: int
-    plan: IterationPlan | None
-    mine: tuple[MicroBatch, ...]
-    error: Exception | None
 
 
 class DCPLoader:
@@ -88,18 +80,43 @@ class DCPLoader:
         self._torch_loader: DataLoader[Reading] | None = None
         self._active: _Steps | None = None
 
+    def announce(self, planner: Planner) -> None:
+        """Say who will plan, as soon as that is known.
+
+        Whether steps have a size, and an epoch a length, depends on it, and is asked before there is a profile to
+        plan with.
+
+        Raises:
+            ValueError: the planner plans the samples that it is given, and nothing says how many these are.
+        """
+        sampler = self.sampler
+        if not planner.draws and not sampler.has_size:
+            raise ValueError(
+                f'planner "{planner.name}" plans the samples that it is given, and neither global_batch_size nor '
+                "global_batch_tokens is; give exactly one of them to DCPDataModule: the samples, or the tokens, of an "
+                "optimizer step over all ranks"
+            )
+        if planner.draws and sampler.has_size and not sampler.drawing:
+            rank_zero_warn(
+                f"global_batch_size = {sampler.global_batch_size} and global_batch_tokens = "
+                f'{sampler.global_batch_tokens} do not decide the steps: planner "{planner.name}" draws the samples of '
+                "each step by itself. Leave both out, or use a planner that plans the samples it is given"
+            )
+        sampler.drawing = planner.draws
+
     def bind(self, context: PlanningContext) -> None:
         """Give the loader its planner; takes effect at the next iteration.
 
         Raises:
-            ValueError: the planner draws its samples by itself.
+            ValueError: the planner plans the samples that it is given, and nothing says how many these are.
         """
-        if context.planner.draws:
-            raise ValueError(
-                f'planner "{context.planner.name}" draws the samples of a step by itself; this loader fixes them '
-                "by global_batch_size or global_batch_tokens. Use a planner that plans the samples it is given"
-            )
+        self.announce(context.planner)
         self._context = context
+
+    @property
+    def stray(self) -> Stray:
+        """How far the last consumed step strayed from the order of the epoch."""
+        return self.sampler.stray
 
     @property
     def consumed_samples(self) -> int:
@@ -125,7 +142,7 @@ class DCPLoader:
 
     def mark_consumed(self, batch: DCPBatch) -> None:
         """A step was trained on; to be called after the optimizer step."""
-        self.sampler.mark_consumed(batch.epoch, batch.step)
+        self.sampler.mark_consumed(batch.epoch, batch.step, samples_of(batch.plan.iteration))
 
     def state_dict(self) -> dict[str, Any]:
         """Position behind the last consumed step, whatever was read ahead; the same on every rank."""
@@ -152,61 +169,24 @@ class DCPLoader:
         self._torch_loader = None
         self._active = None
 
-    def _open(self, steps: _Steps, planned: deque[_Planned]) -> Iterator[Reading]:
+    def _open(self, steps: _Steps, planned: deque[Planned]) -> Iterator[Reading]:
         """Start reading ahead for one iteration, from the position of the sampler."""
         context = self._bound()
-        epoch, first = self.sampler.begin()
         self.started, self._active = True, steps
-        self._feed = self._tasks(context, epoch, first, planned)
+        self.sampler.begin()
+        self._feed = tasks(context, self.sampler, self.shapes, planned)
         if self._torch_loader is None:
-            self._torch_loader = self._build()
+            self._torch_loader = torch_loader(self._reader, _Feed(self), self.options)
         return iter(self._torch_loader)
 
     def _bound(self) -> PlanningContext:
         if self._context is None:
             raise RuntimeError(
                 "the loader has no planner yet; DCPStrategy binds it in setup. If configure_optimizers asks for "
-                "trainer.estimated_stepping_batches: with global_batch_tokens the number of steps differs between "
-                "epochs, so set Trainer(max_steps=...) and use that number, or use global_batch_size"
+                "trainer.estimated_stepping_batches: the number of steps of an epoch is not known where the planner "
+                "draws their samples, or with global_batch_tokens, so set Trainer(max_steps=...) and use that number"
             )
         return self._context
-
-    def _tasks(self, context: PlanningContext, epoch: int, first: int, planned: deque[_Planned]) -> Iterator[Task]:
-        """Plan step after step; each plan waits in ``planned`` for its data."""
-        for step in range(first, self.sampler.num_steps(epoch)):
-            try:
-                plan = plan_step(context, self.sampler.samples(epoch, step), self.shapes)
-                mine = plan.of_rank(context.rank)
-            except Exception as error:
-                # Raised when the step's turn comes, so the steps before it still train.
-                planned.append(_Planned(epoch, step, None, (), error))
-                yield Task(epoch, step, ())
-                return
-            planned.append(_Planned(epoch, step, plan, mine, None))
-            yield Task(epoch, step, mine)
-
-    def _build(self) -> DataLoader[Reading]:
-        options = self.options
-        workers: dict[str, Any] = {}
-        if options.num_workers:
-            workers = {
-                "num_workers": options.num_workers,
-                "prefetch_factor": -(-options.prefetch_steps // options.num_workers),
-                "persistent_workers": True,
-                "worker_init_fn": options.worker_init_fn,
-                "multiprocessing_context": options.multiprocessing_context,
-            }
-        # Its own generator: a DataLoader draws a base seed, which must not come from the user's numbers.
-        generator = torch.Generator().manual_seed(seed_from(self.sampler.seed))
-        return DataLoader(
-            TaskDataset(self._reader),
-            batch_size=None,
-            sampler=_Feed(self),
-            collate_fn=_unchanged,
-            pin_memory=options.pin_memory,
-            generator=generator,
-            **workers,
-        )
 
 
 class _Feed:
@@ -219,17 +199,13 @@ class _Feed:
         return self._loader._feed
 
 
-def _unchanged(reading: Any) -> Any:
-    return reading
-
-
 class _Steps:
     """One pass over the remaining steps of an epoch."""
 
     def __init__(self, loader: DCPLoader) -> None:
         self._loader = loader
         self._readings: Iterator[Reading] | None = None
-        self._planned: deque[_Planned] = deque()
+        self._planned: deque[Planned] = deque()
         self._version = -1
         self._lost: str | None = None
 

@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 
 from lightning_dcp.cost import IntArray
 from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.checks import check_batch_size, check_integer
 from lightning_dcp.data.collate import MASK, CollateRules, collate, detect_sequence_axes
 from lightning_dcp.data.evaluation import EvaluationCollate, IndexedDataset
 from lightning_dcp.data.lengths import Lengths, check_shapes, dataset_size, known_shapes, read_shapes
 from lightning_dcp.data.loader import DCPLoader
-from lightning_dcp.data.position import LoaderKeeper, is_fitting
+from lightning_dcp.data.position import LoaderKeeper, is_fitting, planner_of
 from lightning_dcp.data.reading import LoaderOptions
-from lightning_dcp.data.sampler import StepSampler, check_batch_size, check_integer
+from lightning_dcp.data.sampler import StepSampler
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.sequence_parallel.context import SPGroup, current
 from lightning_dcp.sequence_parallel.sharding import shard_batch
@@ -36,7 +37,8 @@ class DCPDataModule(pl.LightningDataModule):
     Args:
         global_batch_size: samples of an optimizer step, over all ranks. The last step of an epoch may be shorter.
         global_batch_tokens: tokens of an optimizer step instead: it ends before it passes them, and holds at least
-            one sample. The number of steps then differs between epochs, so ``len`` of the loader is unknown.
+            one sample. The number of steps then differs between epochs, so ``len`` of the loader is unknown. Both are
+            left out for a planner that draws the samples of a step by itself.
         eval_batch_size: samples of a batch in validation, test and prediction, per rank.
         shuffle: a new order in each epoch.
         seed: seed of the order and of the draws in ``__getitem__`` and collate; the same on all ranks.
@@ -57,7 +59,8 @@ class DCPDataModule(pl.LightningDataModule):
         multiprocessing_context: start method of the workers.
 
     Raises:
-        ValueError: not exactly one of the two batch sizes is given, or a number is out of range.
+        ValueError: both batch sizes are given, or a number is out of range. Where none is given and the planner needs
+            one, an error says so when the planner is known.
     """
 
     def __init__(  # noqa: PLR0913
@@ -180,8 +183,12 @@ class DCPDataModule(pl.LightningDataModule):
             global_batch_tokens=self.global_batch_tokens,
         )
         loader = DCPLoader(dataset, shapes=shapes, sampler=sampler, hooks=self, options=self.loader_options)
+        planner = planner_of(self.trainer)
+        if planner is not None:
+            loader.announce(planner)
         self._keeper.adopt(loader, self.trainer)
-        self._warn_if_small(size)
+        if not sampler.drawing:
+            self._warn_if_small(size)
         return loader
 
     def val_dataloader(self) -> Any:

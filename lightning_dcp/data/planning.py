@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightning_dcp.cost import CostModel, IntArray
 from lightning_dcp.plan import IterationPlan, MicroBatch, PlanError
 from lightning_dcp.planners.protocol import Limits, Planner, PlanRequest
@@ -26,12 +28,13 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
 
     Args:
         context: planner and what it needs.
-        sample_ids: samples of the step in the order of the permutation.
+        sample_ids: samples of the step in the order of the permutation; for a planner that draws, those that it may
+            choose from.
         shapes: shapes of all samples of the dataset, ``[n, axes]``.
 
     Raises:
-        PlanError: a sample fits no setting, or the plan does not hold exactly the samples of the step, or uses
-            something that this run does not have or has switched off.
+        PlanError: a sample fits no setting, or the plan does not hold the samples that it must, or uses something
+            that this run does not have or has switched off.
     """
     request = PlanRequest(
         sample_ids=sample_ids,
@@ -45,15 +48,11 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
         raise PlanError(
             f'planner "{context.planner.name}" gave {plan!r:.100}; plan(request) must return an IterationPlan'
         )
-    planned = sorted(i for m in plan.micro_batches for i in m.sample_ids)
-    if planned != sorted(request.ids) or plan.world_size != context.world.world_size:
-        missing = sorted(set(request.ids) - set(planned))[:5]
-        foreign = sorted(set(planned) - set(request.ids))[:5]
-        raise PlanError(
-            f'planner "{context.planner.name}" gave a plan for {plan.world_size} ranks that lacks the samples '
-            f"{missing} and has the foreign samples {foreign}; it must plan each sample of the step once, for "
-            f"{context.world.world_size} ranks"
-        )
+    reason = (_wrongly_drawn if context.planner.draws else _not_all)(np.sort(samples_of(plan)), request)
+    if reason is None and plan.world_size != context.world.world_size:
+        reason = f"does not fit this run of {context.world.world_size} ranks"
+    if reason is not None:
+        raise PlanError(f'planner "{context.planner.name}" gave a plan for {plan.world_size} ranks that {reason}')
     blocks = frozenset(request.world.blocks)
     for micro_batch in plan.micro_batches:
         reason = _not_allowed(micro_batch, request, blocks)
@@ -64,10 +63,53 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
     return plan
 
 
+def samples_of(plan: IterationPlan) -> IntArray:
+    """Ids of a plan's samples, int64, in the order of its micro-batches."""
+    return np.fromiter((i for m in plan.micro_batches for i in m.sample_ids), dtype=np.int64)
+
+
+def _not_all(planned: IntArray, request: PlanRequest) -> str | None:
+    """How sorted samples differ from those of the step."""
+    wanted = np.sort(request.sample_ids)
+    if np.array_equal(planned, wanted):
+        return None
+    missing, foreign = _without(wanted, planned), _without(planned, wanted)
+    return (
+        f"lacks the samples {missing[:5].tolist()} and has the foreign samples {foreign[:5].tolist()}; it must plan "
+        "each sample of the step once"
+    )
+
+
+def _wrongly_drawn(planned: IntArray, request: PlanRequest) -> str | None:
+    """What is wrong with sorted samples that a planner chose among the offered ones."""
+    foreign, first = _without(planned, np.sort(request.sample_ids)), request.sample_ids[:1]
+    if len(foreign):
+        return f"has the samples {foreign[:5].tolist()}, which were not offered; it must draw among those that are"
+    if len(_without(first, planned)):
+        return (
+            f"lacks the first offered sample, {first[0]}; it must draw that one in every step, so that none waits for "
+            "ever"
+        )
+    return None
+
+
+def _without(ids: IntArray, others: IntArray) -> IntArray:
+    """Those of ``ids`` that are not among the sorted ``others``."""
+    if not len(others):
+        return ids
+    index = np.minimum(np.searchsorted(others, ids), len(others) - 1)
+    return np.asarray(ids[others[index] != ids])
+
+
 def _not_allowed(m: MicroBatch, request: PlanRequest, blocks: frozenset[Block]) -> str | None:
     """What a micro-batch uses that the run lacks, or that the self-check found to change the result."""
     layers, limits = request.cost.num_layers, request.limits
     counts = m.recompute or (0,) * len(layers)
+    if m.packed:
+        return (
+            "a packed row of several samples; such plans can be made and simulated but not trained yet, so train with "
+            "a planner that pads, for example planner='balanced'"
+        )
     if (m.first_rank, m.sp_size) not in blocks:
         return f"the group (first_rank, sp_size) = {(m.first_rank, m.sp_size)}; allowed are {request.world.blocks}"
     if len(counts) != len(layers) or any(r > n for r, n in zip(counts, layers, strict=True)):

@@ -9,11 +9,18 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.planners.protocol import Planner
 
 
 def is_fitting(trainer: pl.Trainer | None) -> bool:
     """Whether a fit is under way (and not a validation, test or prediction on its own)."""
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+
+def planner_of(trainer: pl.Trainer | None) -> Planner | None:
+    """The planner that the strategy is going to plan with, where it says so; asked before there is a profile."""
+    planner = getattr(trainer.strategy, "planner", None) if trainer is not None else None
+    return planner if isinstance(planner, Planner) else None
 
 
 class LoaderKeeper:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.checks import check_integer
 from lightning_dcp.data.randomness import isolated, seed_global
-from lightning_dcp.data.sampler import check_integer
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.seeding import seed_from
 
@@ -141,6 +141,34 @@ class TaskDataset(Dataset[Reading]):
             return reading
         reason = _cannot_be_sent(reading.data)
         return reading if reason is None else Reading((), f"step {task.step} of epoch {task.epoch}: {reason}")
+
+
+def torch_loader(reader: Reader, feed: Iterable[Task], options: LoaderOptions) -> DataLoader[Reading]:
+    """The loader that performs tasks, in workers where these are asked for, in the order of ``feed``."""
+    workers: dict[str, Any] = {}
+    if options.num_workers:
+        workers = {
+            "num_workers": options.num_workers,
+            "prefetch_factor": -(-options.prefetch_steps // options.num_workers),
+            "persistent_workers": True,
+            "worker_init_fn": options.worker_init_fn,
+            "multiprocessing_context": options.multiprocessing_context,
+        }
+    # Its own generator: a DataLoader draws a base seed, which must not come from the user's numbers.
+    generator = torch.Generator().manual_seed(seed_from(reader.seed))
+    return DataLoader(
+        TaskDataset(reader),
+        batch_size=None,
+        sampler=feed,
+        collate_fn=_unchanged,
+        pin_memory=options.pin_memory,
+        generator=generator,
+        **workers,
+    )
+
+
+def _unchanged(reading: Any) -> Any:
+    return reading
 
 
 class _WithoutTensors(pickle.Pickler):
