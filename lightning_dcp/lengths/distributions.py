@@ -28,7 +28,7 @@ COMPUTE_SHARES: dict[str, tuple[int, ...]] = {
 
 SHORTEST = 512
 PATCHES_PER_FRAME = 256
-"""A frame of 256 x 256 pixels in patches of 16 x 16 (an 8 x 8 encoder and 2 x 2 patches, as in DiT, arXiv:2212.09748)."""
+"""A frame of 256 x 256 pixels in patches of 16 x 16 (an 8 x 8 encoder and 2 x 2 patches: DiT, arXiv:2212.09748)."""
 
 # Panda-70M, arXiv:2402.19479. Its table of data sets: 8.5 s on average. The parameters it was collected with, in its
 # repository (splitting/event_stitching.py): clips of 2.5 to 60 s, of which a tenth is cut off at each end.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_dcp.interpolation import IntArray
+from lightning_dcp.lengths.distributions import PATCHES_PER_FRAME
 from lightning_dcp.plan import Shape
 from lightning_dcp.profile import Measurement, Profile
 from lightning_dcp.topology import legal_sp_sizes, nested_sizes
@@ -22,7 +23,7 @@ from lightning_dcp.virtual.layers import (
     input_bytes,
     recompute_seconds,
 )
-from lightning_dcp.virtual.models import MODELS, PATCHES_PER_FRAME, Model
+from lightning_dcp.virtual.models import MODELS, Model
 
 __all__ = ["MEMORY_BYTES", "PROFILES", "RANKS_PER_NODE", "profile", "shapes", "sp_sizes"]
 

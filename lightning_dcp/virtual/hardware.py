@@ -52,7 +52,7 @@ class AttentionRate:
         return self.peak * length / (length + self.half)
 
 
-# Fitted to the six lengths (512 to 16k) of the figures; each is met within 4 %. TFLOP/s there:
+# Fitted to the six lengths (512 to 16k) of the figures; each is met within 2 %. TFLOP/s there:
 # forward 282 306 318 321 322 324; causal 180 229 262 284 295 299; backward 198 238 264 279 287 291.
 ATTENTION_FORWARD = AttentionRate(324e12, 76.0)
 ATTENTION_CAUSAL_FORWARD = AttentionRate(303e12, 350.0)

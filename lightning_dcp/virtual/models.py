@@ -8,9 +8,6 @@ from lightning_dcp.plan import Shape
 from lightning_dcp.virtual import hardware as hw
 from lightning_dcp.virtual.layers import Layer
 
-PATCHES_PER_FRAME = 256
-"""Patches of a frame of 2-D data: 256 x 256 pixels behind an 8 x 8 encoder, in patches of 2 x 2."""
-
 _REDUCE_BUCKET = 500_000_000
 """Elements that DeepSpeed reduces at once by default."""
 _OUTER_KERNELS = 25
