@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import lengths as benchmark
 from lightning_dcp.cost import CostModel
 from lightning_dcp.lengths import DISTRIBUTIONS, distribution, training_flops
 from lightning_dcp.lengths.distributions import COMPUTE_SHARES
@@ -102,3 +106,17 @@ def test_flops_are_those_of_a_count_by_hand() -> None:
 def test_what_is_no_distribution(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         distribution(*arguments)
+
+
+def test_the_documented_numbers_are_those_of_the_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parent.parent
+    saved = json.loads((root / "benchmarks" / "results" / "lengths.json").read_text())
+    assert benchmark.table(saved["distributions"]) in (root / "docs" / "lengths.md").read_text()
+    monkeypatch.setattr(benchmark, "SAMPLES", 3000)
+    monkeypatch.setattr(sys, "argv", ["lengths", "--output", str(tmp_path)])
+    benchmark.main()
+    assert (tmp_path / "docs" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    few = json.loads((tmp_path / "benchmarks" / "results" / "lengths.json").read_text())["distributions"]
+    assert few["short"]["mean"] == pytest.approx(saved["distributions"]["short"]["mean"], rel=0.2)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dcp.lengths import LengthsError, read_lengths
+from lightning_dcp.lengths import LengthsError, progress, read_lengths
 
 LENGTHS = [5, 1, 2**31 - 1, 77, 512]
 SHAPES = [[3, 4], [16, 256], [1, 1]]
@@ -232,7 +232,8 @@ def test_large_files_take_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_a_bar_shows_the_progress_to_its_end(tmp_path: Path) -> None:
+def test_a_bar_shows_the_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "DELAY", 0.0)
     path = write(tmp_path, "a.txt", "1000\n" * 1000)
     shown, silent = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(shown):
