@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "lightning_dcp"
 
 ORDER: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
     ("cli",),
     ("strategy",),
     ("callback", "preparation", "profiling", "checkpoint", "selfcheck"),

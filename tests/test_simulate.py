@@ -158,8 +158,10 @@ def test_ratios_are_those_of_the_whole_and_leave_the_end_of_a_step_apart() -> No
     padded = sum(m.padded_shape[0] * m.batch_size for m in batches)
     assert result.padding_ratio == pytest.approx(1 - result.tokens / padded, rel=1e-12)
     assert result.gap == pytest.approx(sum(plan.gap for plan in plans) / 3, rel=1e-12)
-    shares = sum(m.sp_size * m.nanoseconds * m.num_tokens / m.padded_tokens for m in batches)
-    assert result.useful_ratio == pytest.approx(shares / (4 * (length + 3 * SYNC)), rel=1e-6)
+    tokens = LENGTHS[permutation(0, 0, 100)[:30]]
+    useful = CLUSTER.cost.useful_time(tokens).sum()
+    assert result.useful_ratio == pytest.approx(useful / (4 * (length + 3 * SYNC)), rel=1e-12)
+    assert 0 < result.useful_ratio < 1 - result.idle_ratio
     assert result.peak_bytes == max(m.bytes for m in batches)
     assert 0 < result.planning_ms <= result.planning_ms_worst
 

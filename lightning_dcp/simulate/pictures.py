@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 try:
+    from matplotlib.backend_bases import FigureCanvasBase
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     from lightning_dcp._timeline import COLOURS, IDLE, INK
@@ -54,10 +56,27 @@ def draw(
         timeline(part.subplots(), plan, label, colours, longest / 1e9)
     if scaling:
         weak_scaling(parts[-1].subplots(), scaling)
-    handles = [Patch(facecolor=colour, label=f"p = {p}") for p, colour in colours.items()]
-    handles.append(Patch(facecolor=IDLE, label="idle"))
+    handles: list[Any] = [Patch(facecolor=colour, label=f"p = {p}") for p, colour in colours.items()]
+    handles += [
+        Patch(facecolor=IDLE, label="idle"),
+        Line2D([], [], color="black", linestyle="--", label="lower bound"),
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     figure.savefig(path)
+
+
+def check_path(path: str | Path) -> None:
+    """Refuse a place that :func:`draw` could not write to, before anything is simulated.
+
+    Raises:
+        ValueError: no such folder, or a suffix that is no format of pictures.
+    """
+    file, formats = Path(path), FigureCanvasBase.get_supported_filetypes()
+    if not file.parent.is_dir() or file.suffix[1:].lower() not in formats:
+        raise ValueError(
+            f"{path} is no picture that can be written; allowed are existing folders and the endings "
+            f"{', '.join(f'.{suffix}' for suffix in sorted(formats))}"
+        )
 
 
 def timeline(
@@ -86,6 +105,7 @@ def timeline(
     if plan.lower_bound:
         axes.axvline(plan.lower_bound / 1e9, color="black", linestyle="--", linewidth=1.0)
     axes.set(xlim=(0.0, longest_seconds * 1.01), ylim=(ranks, 0), ylabel="rank")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} s")
     axes.set_title(
         f"{label}: step of {plan.num_samples:,} samples, {end:.2f} s, idle {plan.idle_ratio:.1%}",
         loc="left",
@@ -132,7 +152,7 @@ def _throughput(axes: Any, results: Sequence[Simulation]) -> None:
     ]
     axes.bar_label(bars, labels, fontsize=8, color=INK)
     axes.set_yticks(range(len(results)), [r.planner for r in results])
-    axes.set(xlim=(0.0, 1.5 * max(speeds)), ylim=(len(results) - 0.4, -0.6))
+    axes.set(xlim=(0.0, 1.5 * max(speeds)), ylim=(len(results) - 0.4, -0.6), xticks=[])
     axes.set_title("tokens per second", loc="left", fontsize=9, color=INK)
     _plain(axes)
 
@@ -142,7 +162,7 @@ def _losses(axes: Any, results: Sequence[Simulation]) -> None:
         shares = [100.0 * (r.idle_ratio if name == "idle" else r.padding_ratio) for r in results]
         bars = axes.barh([k + offset for k in range(len(results))], shares, height=0.36, color=colour, label=name)
         axes.bar_label(bars, [f" {share:.1f} %" for share in shares], fontsize=7, color=INK)
-    axes.set_xlim(0.0, 115.0)
+    axes.set(xlim=(0.0, 115.0), xticks=[])
     axes.set_title("idle share of the ranks' time, padding share of the tokens", loc="left", fontsize=9, color=INK)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
     _plain(axes)

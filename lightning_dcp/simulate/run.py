@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
-
 from lightning_dcp.cost import IntArray
 from lightning_dcp.interpolation import MAX_TOKENS
 from lightning_dcp.plan import IterationPlan
@@ -20,6 +19,9 @@ from lightning_dcp.simulate.tally import Simulation, Tally
 
 OnStep = Callable[[int, IterationPlan], Any]
 """Called with each step's number and plan."""
+
+_DELAY = 0.5
+"""Seconds before a progress bar shows: what is over sooner, with a result or an error, needs none."""
 
 
 def simulate(
@@ -61,7 +63,10 @@ def simulate(
     stream = Stream(len(table), steps * global_batch_size, seed)
     tally = Tally(counts=stream.counts(), sync_time=cluster.cost.profile.sync_time)
     window = Window(stream, _width(planner, cluster, global_batch_size))
-    with tqdm(total=stream.total, desc=planner.name, unit="sample", leave=False, disable=not progress) as bar:
+    bar = tqdm(
+        total=stream.total, desc=planner.name, unit="sample", leave=False, delay=_DELAY, disable=not progress
+    )
+    with bar:
         while len(offered := window.offer()):
             request = _request(offered, table, cluster)
             start = perf_counter()
@@ -70,7 +75,8 @@ def simulate(
             trained = _samples_of(plan, table, cluster, planner.name)
             advanced = window.remove(trained) if planner.draws else window.clear()
             if advanced or len(trained):
-                tally.add(plan, trained, seconds)
+                useful = int(cluster.cost.useful_time(table[trained % len(table)].prod(axis=1)).sum())
+                tally.add(plan, trained, useful, seconds)
                 if on_step is not None:
                     on_step(len(tally.planning) - 1, plan)
                 bar.update(len(trained))

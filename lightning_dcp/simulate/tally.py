@@ -44,8 +44,8 @@ class Simulation:
         samples_dropped: samples of the simulation that no plan holds, counted from the plans.
         samples_repeated: samples that plans hold more often than the simulation does.
         ratio_to_bucket: tokens per second over those of the planner ``bucket``; ``None`` where it did not run.
-        useful_ratio: share of the paid time (``W`` times all seconds) that ranks spend on tokens of samples: each
-            micro-batch counts by its share of tokens that are no padding.
+        useful_ratio: share of the paid time (``W`` times all seconds) that is the samples' own work
+            (:meth:`CostModel.useful_time`): no idle time, padding, exchange, recompute, fixed costs or end of a step.
         samples: samples in the plans.
         tokens: their tokens.
         seconds: seconds of all steps.
@@ -105,18 +105,24 @@ class Tally:
     def __post_init__(self) -> None:
         self.trained = np.zeros(len(self.counts), dtype=np.int64)
 
-    def add(self, plan: IterationPlan, sample_ids: IntArray, planning_seconds: float) -> None:
-        """Count one step; ``sample_ids`` are those of its micro-batches, in any order."""
+    def add(self, plan: IterationPlan, sample_ids: IntArray, useful: int, planning_seconds: float) -> None:
+        """Count one step.
+
+        Args:
+            plan: the step.
+            sample_ids: those of its micro-batches, in any order.
+            useful: rank-nanoseconds of the samples' own work.
+            planning_seconds: how long the planning took.
+        """
         self.planning.append(planning_seconds)
+        self.useful += useful
         self.gaps.append(plan.gap)
         self.makespans += plan.world_size * plan.makespan
         self.paid += plan.world_size * (plan.makespan + self.sync_time)
         for m in plan.micro_batches:
-            work, tokens, padded = m.nanoseconds * m.sp_size, m.num_tokens, m.padded_tokens
-            self.worked += work
-            self.useful += work * tokens // padded
-            self.tokens += tokens
-            self.padded_tokens += padded
+            self.worked += m.nanoseconds * m.sp_size
+            self.tokens += m.num_tokens
+            self.padded_tokens += m.padded_tokens
             self.peak_bytes = max(self.peak_bytes, m.bytes)
         np.add.at(self.trained, sample_ids % len(self.counts), 1)
 

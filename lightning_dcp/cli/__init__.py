@@ -1,0 +1,82 @@
+"""The command line ``lightning-dcp``.
+
+A command's module is imported when the command is called, and needs a function ``run(arguments) -> int``; so a command
+that needs torch costs the others nothing, and ``--help`` is there at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+import lightning_dcp
+from lightning_dcp.cli.parsing import Parser
+
+WRONG_INPUT = 2
+"""Exit code for wrong input; argparse uses the same."""
+_INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """Where a command lives, and the line that ``--help`` shows for it."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "audit": Command("lightning_dcp.cli.audit", "the lengths of a dataset in terms of GPU time, on one screen"),
+    "simulate": Command(
+        "lightning_dcp.cli.simulate", "what planners would reach on a cluster that need not exist"
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the entry point of ``lightning-dcp`` and of ``python -m lightning_dcp``.
+
+    Args:
+        arguments: words of the command line; by default those of the process.
+
+    Returns:
+        The exit code: 0, or 2 after one sentence on standard error where the input is wrong.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in COMMANDS:
+        return _guarded(words[0], words[1:])
+    _parser().parse_args(words)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="lightning-dcp", description="Data-Centric Parallel for PyTorch Lightning.")
+    parser.add_argument("--version", action="version", version=f"lightning-dcp {lightning_dcp.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help, add_help=False)
+    return parser
+
+
+def _guarded(name: str, words: Sequence[str]) -> int:
+    try:
+        code = int(import_module(COMMANDS[name].module).run(words))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of our output went away, as head does. What is still in the buffer must not raise once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        print(f"lightning-dcp {name}: {_sentence(error)}", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())

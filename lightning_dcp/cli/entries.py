@@ -1,0 +1,139 @@
+"""Planners of the command line, each with the cluster that it is to run on."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from lightning_dcp import planners
+from lightning_dcp.cli.parsing import PlannerSpec
+from lightning_dcp.cli.sources import Data, checked_cluster
+from lightning_dcp.planners import InfeasibleError, Limits, Planner
+from lightning_dcp.simulate import Cluster, Simulation, simulate, tuned_static
+from lightning_dcp.simulate.run import OnStep
+
+PLAIN = "plain"
+"""Data parallel with padding at its best fixed setting, which is looked for before it runs."""
+
+_FLAGS, _COUNTS = ("packing", "exact_shapes"), ("max_batch_size", "max_tokens", "min_micro_batches")
+_RECOMPUTE = ("auto", "none", "full")
+
+
+class Entry(NamedTuple):
+    """A planner, its name in the results, and its cluster with the limits that hold for it."""
+
+    label: str
+    planner: Planner
+    cluster: Cluster
+
+
+class Bench:
+    """What all simulations of one call have in common.
+
+    Args:
+        arguments: those of the command.
+        data: the lengths.
+        steps: ``K``.
+    """
+
+    def __init__(self, arguments: Namespace, data: Data, steps: int) -> None:
+        self.arguments, self.data, self.steps = arguments, data, steps
+        self._clusters: dict[int, Cluster] = {}
+
+    def cluster(self, world_size: int) -> Cluster:
+        """The cluster with so many ranks; every sample fits it.
+
+        Raises:
+            ValueError: one does not.
+        """
+        if world_size not in self._clusters:
+            self._clusters[world_size] = checked_cluster(self.arguments, self.data, world_size)
+        return self._clusters[world_size]
+
+    def batch_size(self, world_size: int) -> int:
+        """``N`` in proportion to the ranks."""
+        asked, at = int(self.arguments.global_batch_size), int(self.arguments.world_size)
+        return max(round(asked * world_size / at), 1)
+
+    def entry(self, spec: PlannerSpec, world_size: int, batch_size: int) -> Entry:
+        """The planner of a specification on so many ranks.
+
+        Raises:
+            ValueError: no such planner or option, or a value that is not allowed.
+        """
+        cluster, options = self.cluster(world_size), dict(spec.options)
+        own = {name: _limit(spec, name, options.pop(name)) for name in list(options) if name in _LIMITS}
+        cluster = replace(cluster, limits=replace(cluster.limits, **own))
+        if spec.name == "floating":
+            options = {"min_samples": max(batch_size // 2, 1), "max_samples": 2 * batch_size} | options
+        if spec.name != PLAIN:
+            return Entry(spec.label, planners.create(spec.name, **options), cluster)
+        if options:
+            raise ValueError(f"planner {PLAIN!r} finds its own setting; it takes no option, not {sorted(options)}")
+        cluster = replace(cluster, limits=replace(cluster.limits, packing=False))
+        planner = tuned_static(
+            self.data.shapes, cluster, global_batch_size=batch_size, seed=self.arguments.seed, progress=True
+        )
+        return Entry(spec.label, planner, cluster)
+
+    def run(self, entry: Entry, batch_size: int, on_step: OnStep | None = None) -> Simulation:
+        """Simulate one planner.
+
+        Raises:
+            ValueError: a sample fits no setting of it; the message names the sample's place.
+        """
+        try:
+            found = simulate(
+                self.data.shapes,
+                entry.cluster,
+                entry.planner,
+                steps=self.steps,
+                global_batch_size=batch_size,
+                seed=self.arguments.seed,
+                on_step=on_step,
+                progress=True,
+            )
+        except InfeasibleError as error:
+            raise self.data.located(error) from error
+        return replace(found, planner=entry.label)
+
+
+_LIMITS = tuple(field.name for field in fields(Limits) if field.name != "memory_bytes")
+
+
+def check_specs(specs: Sequence[PlannerSpec]) -> None:
+    """Refuse unknown names and labels that stand twice, before anything is simulated.
+
+    Raises:
+        ValueError: says which.
+    """
+    allowed = (*planners.PLANNERS, PLAIN)
+    for spec in specs:
+        if spec.name not in allowed:
+            raise ValueError(f"planner {spec.name!r} is unknown; allowed are {', '.join(allowed)}")
+        if [s.label for s in specs].count(spec.label) > 1:
+            raise ValueError(f"planner {spec.label} is given twice; each may be given once")
+
+
+def _limit(spec: PlannerSpec, name: str, value: Any) -> Any:
+    """A limit of one planner.
+
+    Raises:
+        ValueError: the value is of another kind.
+    """
+    kind, allowed = _kind(name)
+    if not allowed(value):
+        raise ValueError(f"planner {spec.label}: {name} is {value!r}; it must be {kind}")
+    return value
+
+
+def _kind(name: str) -> tuple[str, Callable[[Any], bool]]:
+    if name in _FLAGS:
+        return "true or false", lambda value: isinstance(value, bool)
+    if name in _COUNTS:
+        return "an integer of at least 1", lambda value: type(value) is int and value >= 1
+    if name == "recompute":
+        return "one of auto, none, full", lambda value: value in _RECOMPUTE
+    return "a number above 0", lambda value: type(value) in (int, float) and value > 0
