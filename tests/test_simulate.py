@@ -342,7 +342,7 @@ def test_plain_data_parallel_is_tuned() -> None:
 
     def speed(p: int, b: int) -> float:
         static = Static(sp_size=p, batch_size=b, deal="in_order")
-        return simulate(lengths, CLUSTER, static, steps=2, global_batch_size=32).tokens_per_second
+        return simulate(lengths, CLUSTER, static, steps=8, global_batch_size=32).tokens_per_second
 
     best = max(speed(p, b) for p in (1, 2, 4) for b in (1, 2, 4, 8))
     assert speed(planner.sp_size, planner.batch_size) == best

@@ -11,8 +11,8 @@ from lightning_dcp.simulate.cluster import Cluster
 from lightning_dcp.simulate.needs import longest_sample
 from lightning_dcp.simulate.run import simulate
 
-_STEPS = 1
-"""Steps on which the settings are compared: many settings, and each is paid for on every step."""
+_SAMPLES, _STEPS = 2048, 8
+"""Samples on which the settings are compared, in whole steps, and most steps."""
 
 
 def tuned_static(
@@ -21,7 +21,7 @@ def tuned_static(
     """The fixed setting of most tokens per second: one ``p`` for all, one ``b``, samples dealt in their order.
 
     Every ``p`` that holds the longest sample is tried, with batch sizes of powers of two as long as they gain, on the
-    first step of the simulation. A micro-batch over the memory is run in halves.
+    simulation's first 2,048 samples, in at most eight whole steps. A micro-batch over the memory is run in halves.
 
     Args:
         shapes: sizes of all samples, ``[n, axes]``.
@@ -41,7 +41,7 @@ def tuned_static(
             shapes,
             padded,
             planner,
-            steps=_STEPS,
+            steps=min(-(-_SAMPLES // global_batch_size), _STEPS),
             global_batch_size=global_batch_size,
             seed=seed,
             progress=progress,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
+
 from lightning_dcp.cost import IntArray
 from lightning_dcp.interpolation import MAX_TOKENS
 from lightning_dcp.plan import IterationPlan
