@@ -83,13 +83,23 @@ def micro_batches(
     most = int((-(-totals // kinds.counts)).max())
     if most < min_micro_batches:
         totals = np.minimum(totals * -(-min_micro_batches // most), kinds.supply)
-    return totals, int((-(-totals // kinds.counts) * kinds.nanoseconds).max())
+    return totals, _last(kinds, totals)
+
+
+def equal(kinds: Kinds, number: int) -> tuple[IntArray, int]:
+    """The same ``g`` for all batches, as far as the supply goes; the result is that of :func:`micro_batches`."""
+    totals = np.minimum(kinds.counts * number, kinds.supply)
+    return totals, _last(kinds, totals)
 
 
 def share(total: int, count: int) -> list[int]:
     """``g`` of each of ``count`` equal batches with ``total`` micro-batches: even, the first have one more."""
     least, more = divmod(total, count)
     return [least + (k < more) for k in range(count)]
+
+
+def _last(kinds: Kinds, totals: IntArray) -> int:
+    return int((-(-totals // kinds.counts) * kinds.nanoseconds).max())
 
 
 def _target(kinds: Kinds, world_size: int, max_step_factor: float) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 
 from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.lengths import MAX_GROUPS
 from lightning_dcp.plan import IterationPlan
-from lightning_dcp.planners.assembly import Placement, assemble, usable_sp_sizes
+from lightning_dcp.planners.assembly import Placement, assemble
 from lightning_dcp.planners.bound import lower_bound
 from lightning_dcp.planners.grouped.groups import Groups
 from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
@@ -25,13 +26,9 @@ LEAST_WINDOW = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """Options of the drawing planners.
+    """Options of all planners that draw.
 
     Attributes:
-        edges: upper edges of the length groups in tokens, ascending. The edges of the whole dataset
-            (:func:`~lightning_dcp.lengths.length_groups`) keep the groups the same in every step. ``None``: the edges
-            that pad the samples of the window least, found again in each step.
-        length_groups: most groups that are chosen where ``edges`` is ``None``; 1 to 64.
         window: samples to be offered; by default 512 for each rank and at least 4096.
         certify: whether plans carry a lower bound of the samples that they hold.
 
@@ -39,21 +36,12 @@ class Drawing:
         ValueError: an option is out of range.
     """
 
-    edges: Sequence[int] | None = None
-    length_groups: int = MAX_GROUPS
     window: int | None = None
     certify: bool = True
     draws: bool = field(default=True, init=False)
     lockstep: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if self.edges is not None:
-            edges = tuple(self.edges)
-            if not edges or edges[0] < 1 or any(a >= b for a, b in pairwise(edges)):
-                raise ValueError(f"edges={edges}; they must be integers from 1, ascending, at least one")
-            object.__setattr__(self, "edges", edges)
-        if not 1 <= self.length_groups <= MAX_GROUPS:
-            raise ValueError(f"length_groups={self.length_groups}; allowed are 1 to {MAX_GROUPS}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window}; allowed are integers from 1")
 
@@ -65,24 +53,63 @@ class Drawing:
         """Whether these samples are the last of the epoch: all that are left are offered, and they are few."""
         return len(request.sample_ids) < self.lookahead(request.world)
 
-    def _settled(self, request: PlanRequest, policy: RecomputePolicy) -> tuple[PlanRequest, Groups]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouped(Drawing):
+    """Options of the planners whose batches hold samples of one length group.
+
+    Attributes:
+        edges: upper edges of the length groups in tokens, ascending. The edges of the whole dataset
+            (:func:`~lightning_dcp.lengths.length_groups`) keep the groups the same in every step. ``None``: the edges
+            that pad the samples of the window least, found again in each step.
+        length_groups: most groups that are chosen where ``edges`` is ``None``; 1 to 64.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    edges: Sequence[int] | None = None
+    length_groups: int = MAX_GROUPS
+
+    def __post_init__(self) -> None:
+        # dataclass(slots=True) makes a new class, which super() without arguments would not find.
+        Drawing.__post_init__(self)
+        if self.edges is not None:
+            edges = tuple(self.edges)
+            if not edges or edges[0] < 1 or any(a >= b for a, b in pairwise(edges)):
+                raise ValueError(f"edges={edges}; they must be integers from 1, ascending, at least one")
+            object.__setattr__(self, "edges", edges)
+        if not 1 <= self.length_groups <= MAX_GROUPS:
+            raise ValueError(f"length_groups={self.length_groups}; allowed are 1 to {MAX_GROUPS}")
+
+    def _settled(
+        self, request: PlanRequest, policy: RecomputePolicy, sp_sizes: Sequence[int]
+    ) -> tuple[PlanRequest, Groups]:
         """The request under the planner's recompute policy, and its samples in groups.
 
         ``limits.recompute`` wins where it is not ``"auto"``. All layers recomputed need one layer's input more than
         all but one; samples that this keeps from fitting are planned with the fewest recomputed layers.
 
         Raises:
-            InfeasibleError: a sample fits no setting.
+            InfeasibleError: a sample fits none of ``sp_sizes``.
         """
-        request = padding(request)
-        sizes = usable_sp_sizes(request)
         if request.limits.recompute == "auto" and policy != "auto":
             changed = with_policy(request, policy)
             try:
-                return changed, Groups.build(changed, sizes, self.edges, self.length_groups)
+                return changed, Groups.build(changed, sp_sizes, self.edges, self.length_groups)
             except InfeasibleError:
                 pass
-        return request, Groups.build(request, sizes, self.edges, self.length_groups)
+        return request, Groups.build(request, sp_sizes, self.edges, self.length_groups)
+
+
+def check_policy(recompute: object) -> None:
+    """Refuse a recompute policy that does not exist.
+
+    Raises:
+        ValueError: names it.
+    """
+    if recompute not in get_args(RecomputePolicy):
+        raise ValueError(f"recompute={recompute!r}; allowed are {get_args(RecomputePolicy)}")
 
 
 def padding(request: PlanRequest) -> PlanRequest:

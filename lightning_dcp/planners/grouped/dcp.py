@@ -9,7 +9,7 @@ from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners.assembly import usable_sp_sizes
 from lightning_dcp.planners.grouped.accumulation import micro_batches
-from lightning_dcp.planners.grouped.base import Drawing, finish, padding
+from lightning_dcp.planners.grouped.base import Grouped, finish, padding
 from lightning_dcp.planners.grouped.draw import draw
 from lightning_dcp.planners.grouped.menu import ranked
 from lightning_dcp.planners.protocol import PlanRequest
@@ -19,7 +19,7 @@ MAX_STEP_FACTOR = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _DataCentric(Drawing):
+class _DataCentric(Grouped):
     """The plan of both; they differ in the recomputed layers."""
 
     def _plan(self, request: PlanRequest, policy: RecomputePolicy) -> IterationPlan:
@@ -27,7 +27,7 @@ class _DataCentric(Drawing):
         sizes = usable_sp_sizes(request)
         if not len(request.sample_ids):
             return finish(request, policy, [], False)
-        settled, groups = self._settled(request, policy)
+        settled, groups = self._settled(request, policy, sizes)
         limits = request.limits
         accumulate = partial(
             micro_batches,
@@ -53,7 +53,7 @@ class DCPInter(_DataCentric):
     - ``limits.packing`` is not used: samples are padded.
 
     Steps differ in their number of samples. The options are those of
-    :class:`~lightning_dcp.planners.grouped.base.Drawing`.
+    :class:`~lightning_dcp.planners.grouped.base.Grouped`.
     """
 
     name: str = field(default="dcp-inter", init=False)

@@ -43,14 +43,14 @@ class Draw:
         accumulated: ``g`` of each batch.
         nanoseconds: predicted time of the step.
         tokens: of the samples that it takes.
-        idle_ranks: ranks without a batch.
+        short: ranks are left that a batch could use, had there been more samples.
     """
 
     batches: Sequence[Batch]
     accumulated: Sequence[int]
     nanoseconds: int
     tokens: int
-    idle_ranks: int
+    short: bool
 
 
 def draw(
@@ -74,19 +74,19 @@ def draw(
         last: no further samples will be offered, so that micro-batches may be smaller than their batch.
     """
     found = _draw(request, groups, menus, accumulate, last)
-    if found.idle_ranks:
+    if found.short:
         sync = request.cost.profile.sync_time
         for smaller in _smaller(request, groups, menus):
             other = _draw(request, groups, smaller, accumulate, last)
             if other.tokens * (found.nanoseconds + sync) > found.tokens * (other.nanoseconds + sync):
                 found = other
-            if not other.idle_ranks:
+            if not other.short:
                 break
     return _take(groups, found)
 
 
 def _draw(request: PlanRequest, groups: Groups, menus: Menus, accumulate: Accumulate, last: bool) -> Draw:
-    batches, idle_ranks = _open(request, groups, menus)
+    batches, short = _open(request, groups, menus)
     kinds = Counter((batch.group, batch.setting) for batch in batches)
     supply = _supply(kinds, groups.counts.tolist(), last)
     totals, nanoseconds = accumulate(
@@ -106,12 +106,12 @@ def _draw(request: PlanRequest, groups: Groups, menus: Menus, accumulate: Accumu
         accumulated=[shares[batch.group, batch.setting].pop(0) for batch in batches],
         nanoseconds=nanoseconds,
         tokens=sum(groups.tokens_of(k, min(n, int(groups.counts[k]))) for k, n in taken.items()),
-        idle_ranks=idle_ranks,
+        short=short,
     )
 
 
-def _open(request: PlanRequest, groups: Groups, menus: Menus) -> tuple[list[Batch], int]:
-    """Batches in the order of the samples that opened them, and the number of ranks that none needs."""
+def _open(request: PlanRequest, groups: Groups, menus: Menus) -> tuple[list[Batch], bool]:
+    """Batches in the order of the samples that opened them, and whether there were too few."""
     free = FreeBlocks(request.world)
     counts = groups.counts.tolist()
     # The next sample of each group without a place; members ascend, so no other sample needs to be looked at.
@@ -128,7 +128,7 @@ def _open(request: PlanRequest, groups: Groups, menus: Menus) -> tuple[list[Batc
         places[k] += setting.batch_size
         if places[k] < counts[k]:
             heapq.heappush(waiting, (int(groups.members(k)[places[k]]), k))
-    return batches, free.ranks
+    return batches, any(free.has(p) for p in _sp_sizes(menus))
 
 
 def _supply(kinds: Counter[tuple[int, Setting]], counts: Sequence[int], last: bool) -> list[int]:
@@ -166,7 +166,7 @@ def _take(groups: Groups, found: Draw) -> list[Placement]:
 
 def _smaller(request: PlanRequest, groups: Groups, menus: Menus) -> Iterator[Menus]:
     """The menus with smaller batches down to single samples, then these on wider groups only."""
-    sp_sizes = sorted({setting.sp_size for menu in menus for setting in menu})
+    sp_sizes = _sp_sizes(menus)
     largest = max(setting.batch_size for menu in menus for setting in menu)
     parts = 1
     while parts < largest:
@@ -181,7 +181,7 @@ def _smaller(request: PlanRequest, groups: Groups, menus: Menus) -> Iterator[Men
 def _cut(request: PlanRequest, groups: Groups, menus: Menus, parts: int, narrowest: int) -> Menus:
     """The menus with batches cut into so many parts, on groups of ``narrowest`` ranks and more."""
     found: list[list[Setting]] = [[] for _ in menus]
-    for p in sorted({setting.sp_size for menu in menus for setting in menu}):
+    for p in _sp_sizes(menus):
         rows = [(k, -(-s.batch_size // parts)) for k, menu in enumerate(menus) for s in menu if s.sp_size == p]
         if p < narrowest or not rows:
             continue
@@ -191,6 +191,10 @@ def _cut(request: PlanRequest, groups: Groups, menus: Menus, parts: int, narrowe
             if time < INFEASIBLE:
                 found[k].append(Setting(p, b, time))
     return [sorted(menu, key=by_throughput) for menu in found]
+
+
+def _sp_sizes(menus: Menus) -> list[int]:
+    return sorted({setting.sp_size for menu in menus for setting in menu})
 
 
 def _array(values: Iterable[int]) -> IntArray:

@@ -82,6 +82,36 @@ def best_batch_sizes(
     return _shortest(best, *(np.concatenate(column) for column in zip(*tried, strict=True)))
 
 
+def largest_batches(
+    request: PlanRequest, sp_size: int, sizes: IntArray, counts: IntArray, targets: IntArray
+) -> tuple[IntArray, IntArray]:
+    """The largest ``b`` of each group that lasts no longer than each target, and its ``T``, at one ``p``.
+
+    Args:
+        request: cost model and limits.
+        sp_size: ``p``.
+        sizes: largest sizes of each group, ``[K, axes]``; one sample of each lasts no longer than any target.
+        counts: samples of each group; no batch is larger.
+        targets: nanoseconds, ``[D]``.
+
+    Returns:
+        Batch sizes and nanoseconds, int64 ``[D, K]``.
+    """
+    cost, limits = request.cost, request.limits
+    tokens = padded_tokens(sizes, sp_size)
+    shape = len(targets), len(sizes)
+    low = np.ones(shape, dtype=np.int64)
+    high = np.broadcast_to(np.maximum(_most(limits, sp_size, sizes, counts), 1), shape).copy()
+    while (low < high).any():
+        d, k = np.nonzero(low < high)
+        middle = (low[d, k] + high[d, k] + 1) // 2
+        time = cost.settings(sp_size, middle, tokens[k], limits.memory_bytes, limits.recompute).nanoseconds
+        fits = time <= targets[d]
+        low[d, k] = np.where(fits, middle, low[d, k])
+        high[d, k] = np.where(fits, high[d, k], middle - 1)
+    return low, cost.settings(sp_size, low, tokens, limits.memory_bytes, limits.recompute).nanoseconds
+
+
 def _shortest(
     best: NDArray[np.float64], group: IntArray, low: IntArray, time: IntArray
 ) -> tuple[IntArray, IntArray]:
