@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_dcp.accumulation import StepExecutor
 from lightning_dcp.agreement import Agreement
 from lightning_dcp.callback import DCPCallback
-from lightning_dcp.checkpoint import Section, check_ranks, resumed_profile, write_ranks
+from lightning_dcp.checkpoint import CheckpointedStrategy, Section, plan_settings
 from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.loader import DCPLoader
@@ -27,7 +27,6 @@ from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_co
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import Planner, create
-from lightning_dcp.portable import PortableDeepSpeedStrategy
 from lightning_dcp.preparation import Prepared, Settings, Site, prepare
 from lightning_dcp.profile import Profile
 from lightning_dcp.records import StepRecord
@@ -46,7 +45,7 @@ from lightning_dcp.upstream import (
 T = TypeVar("T")
 
 
-class DCPStrategy(PortableDeepSpeedStrategy):
+class DCPStrategy(CheckpointedStrategy):
     """Data-Centric Parallel on DeepSpeed ZeRO-1: every step runs by its own plan.
 
     The optimizer step is the one that a single process would do on the same samples, whatever the plan; only the
@@ -224,7 +223,8 @@ class DCPStrategy(PortableDeepSpeedStrategy):
             device=self.root_device,
             precision=str(trainer.precision),
         )
-        self._prepared = prepare(self._settings, site, engine.module, loader, self._transfer)
+        settings = self.resumed_settings(self._settings, site, engine.module, loader.shapes)
+        self._prepared = prepare(settings, site, engine.module, loader, self._transfer)
         self._bind(loader, self._prepared.profile)
         self._executor = StepExecutor(
             runner=self._prepared.runner,
@@ -234,6 +234,8 @@ class DCPStrategy(PortableDeepSpeedStrategy):
             rank=self.global_rank,
             device=self.root_device,
         )
+        if self._resumed is not None:
+            loader.load_state_dict(self._resumed.loader)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Take note of the train loader; loaders of evaluation pass."""
@@ -336,26 +338,20 @@ class DCPStrategy(PortableDeepSpeedStrategy):
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Add the position in the data and the profile, so that a resumed run continues bit-equal."""
-        if self._loader is not None and self._prepared is not None:
-            section = Section(world_size=self.world_size, profile=self.profile, loader=self._loader.state_dict())
-            checkpoint = {**checkpoint, Section.KEY: section.to_dict()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.is_global_zero:
-            write_ranks(filepath, self.world_size)
+    def checkpoint_section(self) -> Section | None:
+        """The position in the data, the profile and the settings, so that a resumed run continues bit-equal."""
+        if self._loader is None or self._profile is None:
+            return None
+        return Section(
+            world_size=self.world_size,
+            profile=self._profile,
+            settings=plan_settings(self._settings),
+            loader=self._loader.state_dict(),
+        )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Continue the data where the checkpoint stands, with its profile where it fits."""
-        if self._prepared is not None:
-            check_ranks(checkpoint_path, self.world_size)
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._prepared is not None and Section.KEY in checkpoint:
-            section = Section.from_dict(checkpoint[Section.KEY])
-            loader = self._need_loader()
-            self._bind(loader, resumed_profile(section, self._prepared.profile, loader.shapes))
-            loader.load_state_dict(section.loader)
-        return checkpoint
+    def saving_is_refused(self) -> bool:
+        """Refuse to save inside a micro-batch; the error comes at the end of the step, on every rank."""
+        return self._executor is not None and self._executor.refuse_collective("trainer.save_checkpoint")
 
     def teardown(self) -> None:
         """Give the module back as it was, and stop the loader's workers."""
