@@ -11,8 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_dcp.metrics import step_metrics
+from lightning_dcp.metrics import GapWatch, step_metrics
 from lightning_dcp.records import Span, StepRecord
 
 PREFIX = "dcp/"
@@ -43,10 +44,11 @@ class DCPCallback(pl.Callback):
         self.records: list[StepRecord] = []
         self.metrics: list[dict[str, float]] = []
         self._last_end = 0.0
+        self._gaps = GapWatch()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock, since a run that resumes within an epoch starts none, and on rank 0 a new file of plans."""
-        self._last_end = time.perf_counter()
+        self._last_end, self._gaps = time.perf_counter(), GapWatch()
         if self.plans_file is not None and trainer.is_global_zero and trainer.global_step == 0:
             self.plans_file.parent.mkdir(parents=True, exist_ok=True)
             self.plans_file.write_text("")
@@ -70,6 +72,7 @@ class DCPCallback(pl.Callback):
         self._remember(record, metrics)
         shown = {f"{PREFIX}{key}": value for key, value in metrics.items() if math.isfinite(value)}
         self._log(pl_module, {"loss": record.loss, **shown})
+        self._explain(trainer, record)
         if self.plans_file is not None and trainer.is_global_zero:
             with self.plans_file.open("a") as file:
                 file.write(record.plan.to_json() + "\n")
@@ -86,6 +89,17 @@ class DCPCallback(pl.Callback):
         spans: list[tuple[Span, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(spans, mine)
         return spans
+
+    def _explain(self, trainer: pl.Trainer, record: StepRecord) -> None:
+        """Once per fit, the reason for a large gap; found on every rank, so that none waits for another's search."""
+        found = self._gaps.add(record.plan)
+        if found is not None:
+            mean, worst = found
+            cause = trainer.strategy.explain_gap(worst)  # type: ignore[attr-defined]
+            rank_zero_warn(
+                f"The steps take {mean:.1%} longer than their lower bound, on average over the last 20. In the worst "
+                f"of them: {cause}"
+            )
 
     def _remember(self, record: StepRecord, metrics: dict[str, float]) -> None:
         self.records.append(record)

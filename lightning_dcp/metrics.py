@@ -33,6 +33,41 @@ def step_metrics(record: StepRecord, seconds: float) -> dict[str, float]:
         "idle_planned": plan.idle_ratio,
         "idle_measured": record.idle_ratio,
         "padding": plan.padding_ratio,
-        "gap": plan.gap,
+        # A plan without a bound has no gap; infinity would spoil every mean.
+        **({"gap": plan.gap} if plan.lower_bound else {}),
+        "stray": record.stray,
+        "stray_max": float(record.stray_max),
         **mean_settings(plan),
     }
+
+
+class GapWatch:
+    """Tells once when the mean gap of a window of steps is above what a good plan of good data has.
+
+    Windows do not overlap. Plans without a lower bound do not count.
+
+    Args:
+        window: plans of a window.
+        limit: mean gap that passes.
+    """
+
+    def __init__(self, window: int = 20, limit: float = 0.05) -> None:
+        self._window = window
+        self._limit = limit
+        self._plans: list[IterationPlan] = []
+        self._told = False
+
+    def add(self, plan: IterationPlan) -> tuple[float, IterationPlan] | None:
+        """Count a plan in; at the end of the first window above the limit, its mean gap and its worst plan.
+
+        The worst plan is the one that lasts longest beyond its bound.
+        """
+        if self._told or not plan.lower_bound:
+            return None
+        self._plans.append(plan)
+        if len(self._plans) < self._window:
+            return None
+        plans, self._plans = self._plans, []
+        mean = sum(one.gap for one in plans) / len(plans)
+        self._told = mean > self._limit
+        return (mean, max(plans, key=lambda one: one.makespan - one.lower_bound)) if self._told else None

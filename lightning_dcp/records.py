@@ -22,6 +22,9 @@ class StepRecord:
         spans: start and end of each micro-batch of this rank, in seconds since the step began.
         seconds: duration of the step up to the vote; without the reduction and the optimizer.
         idle_ratio: measured share of all ranks' time in which no micro-batch ran.
+        stray: mean distance of the step's samples between their places in the epoch's order and in the order of
+            training, in samples; 0 for fixed steps.
+        stray_max: the largest such distance.
     """
 
     epoch: int
@@ -32,3 +35,5 @@ class StepRecord:
     spans: tuple[Span, ...]
     seconds: float
     idle_ratio: float
+    stray: float = 0.0
+    stray_max: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,6 +28,7 @@ from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_co
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import Planner, create
+from lightning_dcp.planners.diagnosis import diagnose
 from lightning_dcp.preparation import Prepared, Settings, Site, prepare
 from lightning_dcp.profile import Profile
 from lightning_dcp.records import StepRecord
@@ -176,6 +178,10 @@ class DCPStrategy(CheckpointedStrategy):
         """Tokens trained so far, without padding, over all ranks and epochs."""
         return self._need(self._loader, "consumed_tokens").consumed_tokens
 
+    def explain_gap(self, plan: IterationPlan) -> str:
+        """Why a plan of this run lasts longer than its lower bound: the cause and what can be done, in a sentence."""
+        return diagnose(self._need_loader().request_of(plan), plan)
+
     def _need(self, value: T | None, name: str) -> T:
         if value is None:
             raise RuntimeError(
@@ -301,7 +307,9 @@ class DCPStrategy(CheckpointedStrategy):
         check_closure(closure)
         item: DCPBatch = self._need(self._item, "step")
         result = super().optimizer_step(optimizer, lambda: self._accumulate(item, closure), model, **kwargs)
-        self._need_loader().mark_consumed(item)
+        loader = self._need_loader()
+        loader.mark_consumed(item)
+        self._last_step = replace(self.last_step, stray=loader.stray.mean, stray_max=loader.stray.maximum)
         return result
 
     def _accumulate(self, item: DCPBatch, closure: Callable[[], Any]) -> torch.Tensor:

@@ -14,11 +14,11 @@ from lightning_dcp.data.batch import Batch, DCPBatch, StepPlan
 from lightning_dcp.data.drawing import Stray
 from lightning_dcp.data.feeding import Planned, tasks
 from lightning_dcp.data.lengths import check_shapes, dataset_size
-from lightning_dcp.data.planning import PlanningContext, samples_of
+from lightning_dcp.data.planning import PlanningContext, request_of, samples_of
 from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, torch_loader
 from lightning_dcp.data.sampler import StepSampler
-from lightning_dcp.plan import MicroBatch
-from lightning_dcp.planners.protocol import Planner
+from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.planners.protocol import Planner, PlanRequest
 from lightning_dcp.sequence_parallel.context import SPGroup
 
 __all__ = ["DCPLoader", "DataHooks", "PlanningContext"]
@@ -178,6 +178,10 @@ class DCPLoader:
         if self._torch_loader is None:
             self._torch_loader = torch_loader(self._reader, _Feed(self), self.options)
         return iter(self._torch_loader)
+
+    def request_of(self, plan: IterationPlan) -> PlanRequest:
+        """What a planner is asked for the samples of a plan."""
+        return request_of(self._bound(), samples_of(plan), self.shapes)
 
     def _bound(self) -> PlanningContext:
         if self._context is None:

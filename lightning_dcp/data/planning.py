@@ -36,13 +36,7 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
         PlanError: a sample fits no setting, or the plan does not hold the samples that it must, or uses something
             that this run does not have or has switched off.
     """
-    request = PlanRequest(
-        sample_ids=sample_ids,
-        shapes=shapes[sample_ids],
-        cost=context.cost,
-        world=context.world,
-        limits=context.limits,
-    )
+    request = request_of(context, sample_ids, shapes)
     plan = context.planner.plan(request)
     if not isinstance(plan, IterationPlan):
         raise PlanError(
@@ -61,6 +55,17 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
                 f'planner "{context.planner.name}" planned the samples {list(micro_batch.sample_ids[:5])} with {reason}'
             )
     return plan
+
+
+def request_of(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) -> PlanRequest:
+    """What a planner is asked; see :func:`plan_step`."""
+    return PlanRequest(
+        sample_ids=sample_ids,
+        shapes=shapes[sample_ids],
+        cost=context.cost,
+        world=context.world,
+        limits=context.limits,
+    )
 
 
 def samples_of(plan: IterationPlan) -> IntArray:

@@ -1,0 +1,111 @@
+"""Every cause of a gap is named by the step that has it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightning_dcp.plan import IterationPlan
+from lightning_dcp.planners import Balanced, PlanRequest, Static, lower_bound
+from lightning_dcp.planners.assembly import Placement, assemble
+from lightning_dcp.planners.diagnosis import diagnose
+from lightning_dcp.topology import World
+from tests.planning_tools import COST, MiB, request, texts
+
+
+def _alone(asked: PlanRequest) -> PlanRequest:
+    """Only groups of one rank."""
+    return replace(asked, world=World.build(asked.world.world_size, [1]))
+
+
+def _said(asked: PlanRequest, plan: IterationPlan) -> str:
+    assert plan.gap > 0.05, f"a gap of {plan.gap:.1%} needs no cause"
+    return diagnose(asked, plan)
+
+
+def _lengths(count: int, low: int, high: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randint(low, high) for _ in range(count)]
+
+
+def test_too_few_samples() -> None:
+    asked = _alone(request(texts(*[1000] * 5), 4))
+    said = _said(asked, Balanced().plan(asked))
+    assert said.startswith("too few samples in a step: 5 samples on 4 ranks make 1.0 micro-batches per rank")
+
+
+def test_few_samples_of_the_same_length_dominate_nothing() -> None:
+    asked = _alone(request(texts(*[4000] * 6), 4))
+    assert _said(asked, Balanced().plan(asked)).startswith("too few samples")
+
+
+def test_one_sample_dominates() -> None:
+    asked = _alone(request(texts(*[400] * 60, 9000), 4, memory=4000 * MiB))
+    plan = assemble(
+        asked,
+        [Placement((60,), 0, 1), *(Placement((i,), 1 + i % 3, 1) for i in range(60))],
+        lower_bound=lower_bound(asked),
+    )
+    wide = replace(asked, world=World.build(4, [1, 2, 4]))
+    plan = replace(plan, lower_bound=lower_bound(wide))
+    said = _said(wide, plan)
+    assert said.startswith("one sample dominates: sample 70 of 9000 tokens alone takes 100% of the step on 1 of 4")
+    assert "sp_sizes" in said
+
+
+def test_memory() -> None:
+    """Only groups of two or four ranks hold these samples, which cost more than those of one, and do not even out."""
+    lengths = [6000] * 9 + [500] * 30
+    need = COST.bytes(1, (6000,), 4, (4,))
+    asked = request(texts(*lengths), 4, memory=need * 3 // 2)
+    roomy = replace(asked, limits=replace(asked.limits, memory_bytes=2**40))
+    assert lower_bound(roomy) < 0.9 * lower_bound(asked)
+    plan = Balanced().plan(asked)
+    assert _said(asked, plan).startswith("memory: without the limit of ")
+    assert not _said(roomy, replace(plan, lower_bound=lower_bound(roomy))).startswith("memory")
+
+
+def test_padding() -> None:
+    asked = _alone(request(texts(*[50, 2000] * 40), 4))
+    mixed = [Placement((2 * k, 2 * k + 1), k % 4, 1) for k in range(40)]
+    plan = assemble(asked, mixed, lower_bound(asked))
+    assert _said(asked, plan).startswith("padding: ")
+    apart = [Placement((i, i + 2), 0, 1) for i in range(80) if i % 4 < 2]
+    assert not _said(asked, assemble(asked, apart, lower_bound(asked))).startswith("padding")
+
+
+def test_least_accumulation() -> None:
+    shapes = texts(*_lengths(64, 10, 30))
+    asked = _alone(request(shapes, 4, min_micro_batches=8))
+    plan = Balanced().plan(asked)
+    said = _said(asked, plan)
+    assert said.startswith("G_min: min_micro_batches=8 cuts the step into micro-batches of ")
+    # Without the limit the same plan is some planner's choice.
+    assert not _said(_alone(request(shapes, 4)), plan).startswith("G_min")
+
+
+def test_the_planner_itself() -> None:
+    asked = _alone(request(texts(*_lengths(200, 10, 30)), 4))
+    plan = replace(Static().plan(asked), lower_bound=lower_bound(asked))
+    said = _said(asked, plan)
+    assert said.startswith("the planner: its micro-batches cost more than they have to")
+    assert "planner='balanced'" in said
+
+
+def test_a_plan_without_a_bound_is_explained_by_the_bound_of_its_samples() -> None:
+    asked = _alone(request(texts(*[1000] * 5), 4))
+    plan = Balanced().plan(asked)
+    assert diagnose(asked, replace(plan, lower_bound=0)) == diagnose(asked, plan)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_always_a_sentence_and_always_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    asked = request(texts(*_lengths(rng.randint(1, 30), 1, 3000, seed)), rng.choice([1, 2, 4, 6]))
+    plan = Balanced().plan(asked)
+    said = diagnose(asked, plan)
+    assert said == diagnose(asked, plan)
+    causes = ("too few samples", "one sample dominates", "memory", "padding", "G_min", "the planner")
+    assert said.startswith(causes)
