@@ -8,8 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dcp.cost import CostModel, IntArray
-from lightning_dcp.planners import Planner, create
-from lightning_dcp.simulate import Cluster, LongestSample, Simulation, compare, longest_sample, tuned_static
+from lightning_dcp.planners import Balanced, Planner
+from lightning_dcp.planners.grouped.bucket import Bucket
+from lightning_dcp.simulate import (
+    Cluster,
+    LongestSample,
+    Simulation,
+    compare,
+    for_dataset,
+    longest_sample,
+    tuned_static,
+)
 from lightning_dcp.simulate.run import check_shapes
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
@@ -99,7 +108,8 @@ def audit(
         return compare(table, cluster, planners, steps=k, global_batch_size=n, seed=seed, progress=progress)
 
     plain = tuned_static(table, cluster, global_batch_size=global_batch_size, seed=seed, progress=progress)
-    candidates: dict[str, Planner] = {"plain": plain, "bucket": create("bucket"), "balanced": create("balanced")}
+    bucket = for_dataset(Bucket(), table)
+    candidates: dict[str, Planner] = {"plain": plain, "bucket": bucket, "balanced": Balanced()}
     return Audit(
         samples=len(tokens),
         tokens=int(tokens.sum()),
@@ -140,4 +150,4 @@ def _other_steps(
 ) -> dict[int, Simulation]:
     """Half and twice the samples in a step, on about the same samples."""
     pairs = ((2 * steps, batch_size // 2), (max(steps // 2, 1), 2 * batch_size))
-    return {n: run({"balanced": create("balanced")}, k, n)[0] for k, n in pairs if n}
+    return {n: run({"balanced": Balanced()}, k, n)[0] for k, n in pairs if n}

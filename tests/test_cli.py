@@ -157,7 +157,7 @@ def test_price_and_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     for part in (
         answer,
         "cost at 3 per GPU hour",
-        f"longest sample: {LENGTHS.max():,} tokens ({place}): fits from p = 1",
+        f"{LENGTHS.max():,} tokens ({place}): fits from p = 1",
     ):
         assert part in text, part
 

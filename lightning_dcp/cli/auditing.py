@@ -8,7 +8,7 @@ from argparse import Namespace
 from lightning_dcp.audit import Audit, audit
 from lightning_dcp.cli.arguments import DEFAULT_PROFILE
 from lightning_dcp.cli.sources import Data, checked_cluster, read_data
-from lightning_dcp.cli.tables import cluster_line, longest_lines, percent, table
+from lightning_dcp.cli.tables import cluster_line, counted, labelled, longest_lines, percent, table
 from lightning_dcp.planners import InfeasibleError
 from lightning_dcp.simulate import Cluster
 
@@ -39,14 +39,18 @@ def answer(arguments: Namespace) -> int:
 
 def screen(found: Audit, data: Data, cluster: Cluster, arguments: Namespace) -> str:
     """The whole text."""
-    longest = f"longest sample  {longest_lines(found.longest, data.place(found.longest.position), cluster)}"
+    longest = longest_lines(found.longest, data.place(found.longest.position), cluster)
     parts = (
         f"{data.name}: {found.samples:,} samples, {found.tokens:,} tokens\n"
         f"{cluster_line(cluster, arguments.profile)}",
         _quantiles(found),
-        f"longest 1 %     {found.longest_count:,} samples have {percent(found.longest_tokens)} of the tokens, "
-        f"{percent(found.longest_pairs)} of the attention pairs, {percent(found.longest_work)} of the GPU time\n"
-        f"{longest}",
+        labelled(
+            "longest 1 %",
+            f"{counted(found.longest_count, 'sample')}, {percent(found.longest_tokens)} of the tokens, "
+            f"{percent(found.longest_pairs)} of the attention pairs, {percent(found.longest_work)} of the GPU time",
+        )
+        + "\n"
+        + labelled("longest sample", longest),
         _planners(found),
         f"next: {next_command(arguments)}",
     )

@@ -11,7 +11,7 @@ from lightning_dcp import planners
 from lightning_dcp.cli.parsing import PlannerSpec
 from lightning_dcp.cli.sources import Data, checked_cluster
 from lightning_dcp.planners import InfeasibleError, Limits, Planner
-from lightning_dcp.simulate import Cluster, Simulation, simulate, tuned_static
+from lightning_dcp.simulate import Cluster, Simulation, for_dataset, simulate, tuned_static
 from lightning_dcp.simulate.run import OnStep
 
 PLAIN = "plain"
@@ -63,20 +63,32 @@ class Bench:
         Raises:
             ValueError: no such planner or option, or a value that is not allowed.
         """
-        cluster, options = self.cluster(world_size), dict(spec.options)
-        own = {name: _limit(spec, name, options.pop(name)) for name in list(options) if name in _LIMITS}
-        cluster = replace(cluster, limits=replace(cluster.limits, **own))
+        cluster = self.cluster(world_size)
+        if spec.name == PLAIN:
+            return Entry(spec.label, self._plain(spec, cluster, batch_size), _padding(cluster))
+        options = {name: value for name, value in spec.options.items() if name not in _LIMITS}
         if spec.name == "floating":
             options = {"min_samples": max(batch_size // 2, 1), "max_samples": 2 * batch_size} | options
-        if spec.name != PLAIN:
-            return Entry(spec.label, planners.create(spec.name, **options), cluster)
-        if options:
-            raise ValueError(f"planner {PLAIN!r} finds its own setting; it takes no option, not {sorted(options)}")
-        cluster = replace(cluster, limits=replace(cluster.limits, packing=False))
-        planner = tuned_static(
+        planner, limits = planners.create(spec.name, **options), _limits_of(spec)
+        # A planner's own option of that name comes first: bucket's policy holds where the limits leave the choice.
+        own = {name: value for name, value in limits.items() if hasattr(planner, name)}
+        if own:
+            planner = planners.create(spec.name, **options, **own)
+        others = {name: value for name, value in limits.items() if name not in own}
+        return Entry(
+            spec.label,
+            for_dataset(planner, self.data.shapes),
+            replace(cluster, limits=replace(cluster.limits, **others)),
+        )
+
+    def _plain(self, spec: PlannerSpec, cluster: Cluster, batch_size: int) -> Planner:
+        if spec.options:
+            raise ValueError(
+                f"planner {PLAIN!r} finds its own setting; it takes no option, not {sorted(spec.options)}"
+            )
+        return tuned_static(
             self.data.shapes, cluster, global_batch_size=batch_size, seed=self.arguments.seed, progress=True
         )
-        return Entry(spec.label, planner, cluster)
 
     def run(self, entry: Entry, batch_size: int, on_step: OnStep | None = None) -> Simulation:
         """Simulate one planner.
@@ -117,16 +129,22 @@ def check_specs(specs: Sequence[PlannerSpec]) -> None:
             raise ValueError(f"planner {spec.label} is given twice; each may be given once")
 
 
-def _limit(spec: PlannerSpec, name: str, value: Any) -> Any:
-    """A limit of one planner.
+def _padding(cluster: Cluster) -> Cluster:
+    return replace(cluster, limits=replace(cluster.limits, packing=False))
+
+
+def _limits_of(spec: PlannerSpec) -> dict[str, Any]:
+    """Limits among the options.
 
     Raises:
-        ValueError: the value is of another kind.
+        ValueError: a value is of another kind.
     """
-    kind, allowed = _kind(name)
-    if not allowed(value):
-        raise ValueError(f"planner {spec.label}: {name} is {value!r}; it must be {kind}")
-    return value
+    limits = {name: value for name, value in spec.options.items() if name in _LIMITS}
+    for name, value in limits.items():
+        kind, allowed = _kind(name)
+        if not allowed(value):
+            raise ValueError(f"planner {spec.label}: {name} is {value!r}; it must be {kind}")
+    return limits
 
 
 def _kind(name: str) -> tuple[str, Callable[[Any], bool]]:

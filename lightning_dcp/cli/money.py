@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_dcp.cli.entries import Bench
-from lightning_dcp.cli.tables import counted, longest_lines, table
+from lightning_dcp.cli.tables import counted, labelled, longest_lines, table
 from lightning_dcp.simulate import Deadline, Simulation, hours_needed, longest_sample, smallest_world
 
 
@@ -34,7 +34,7 @@ def price_and_deadline(bench: Bench, results: Sequence[Simulation]) -> tuple[lis
         text.append(_deadline_text(bench, results[best].planner, deadline))
     longest = longest_sample(shapes, bench.cluster(arguments.world_size))
     place = bench.data.place(longest.position)
-    text.append(f"longest sample: {longest_lines(longest, place, bench.cluster(arguments.world_size))}")
+    text.append(labelled("longest sample", longest_lines(longest, place, bench.cluster(arguments.world_size))))
     return extra, text
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from math import prod
 
 from lightning_dcp.simulate import Cluster, LongestSample, Simulation
 
@@ -60,21 +62,23 @@ def cluster_line(cluster: Cluster, profile: str) -> str:
 def longest_lines(longest: LongestSample, place: str, cluster: Cluster) -> str:
     """The longest sample against the memory."""
     limit, per_node = cluster.limits.memory_bytes, cluster.world.ranks_per_node
-    tokens = 1
-    for axis in longest.shape:
-        tokens *= axis
     fit = longest.narrowest
     assert fit is not None
     layers = sum(fit.recompute)
     depth = f", {layers} of {sum(cluster.cost.num_layers)} layers recomputed" if layers else ", nothing recomputed"
     nodes = f"{-(-fit.sp_size // per_node)} nodes" if fit.sp_size > per_node else "within a node"
     text = (
-        f"{tokens:,} tokens ({place}): fits from p = {fit.sp_size} on ({nodes}), with {gigabytes(fit.bytes)} of "
-        f"{gigabytes(limit)}{depth}"
+        f"{prod(longest.shape):,} tokens ({place}): fits from p = {fit.sp_size} on ({nodes}), "
+        f"with {gigabytes(fit.bytes)} of {gigabytes(limit)}{depth}"
     )
     if below := [f for f in longest.fits if f.sp_size < fit.sp_size]:
         text += f"; at p = {below[-1].sp_size} it would need {gigabytes(below[-1].bytes)} at least"
     return text
+
+
+def labelled(label: str, text: str) -> str:
+    """A paragraph with its name in front of it."""
+    return textwrap.fill(text, 112, initial_indent=f"{label:<16}", subsequent_indent=" " * 16)
 
 
 def percent(ratio: float) -> str:
