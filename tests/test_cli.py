@@ -74,6 +74,18 @@ def test_json_is_one_list_of_objects_and_nothing_else(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("files")
+def test_weak_scaling_keeps_the_samples_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(*words("--weak-scaling", "8,2", "--json"), capsys=capsys)
+    (found,) = json.loads(out)
+    expected = []
+    for world_size, batch_size in ((2, 5), (8, 20)):
+        cluster = Cluster.build(PROFILE, world_size, memory_bytes=400_000_000)
+        result = simulate(LENGTHS, cluster, Balanced(), steps=3, global_batch_size=batch_size)
+        expected.append([world_size, result.tokens_per_second])
+    assert found["weak_scaling"] == expected
+
+
+@pytest.mark.usefixtures("files")
 def test_the_table_shows_each_planner(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(*words("--planner", "static", "--weak-scaling", "2,4"), capsys=capsys)
     assert code == 0
@@ -218,6 +230,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty step": ({"more": ["--global-batch-size", "0"]}, "argument --global-batch-size: '0'"),
     "a negative seed": ({"more": ["--seed", "-1"]}, "argument --seed: '-1'"),
     "memory without unit": ({"more": ["--memory-limit", "80"]}, "memory_limit is '80'; .*\"80GB\""),
+    "a length that fits no smaller world": (
+        {"more": ["--weak-scaling", "1,8", "--memory-limit", "10MB"]},
+        r"lengths.txt, line \d+: sample \d+ of shape .*sp_sizes up to now: \(1,\)",
+    ),
     "a size without profile": ({"more": ["--sp-sizes", "1,3"]}, r"sp_sizes is \(1, 3\); allowed .* \[1, 2, 4\]"),
     "a free price": ({"more": ["--price", "0"]}, "argument --price: '0' is no number above 0"),
     "an infinite deadline": ({"more": ["--deadline", "inf"]}, "argument --deadline: 'inf'"),

@@ -36,7 +36,9 @@ def answer(arguments: Namespace) -> int:
     batch_size = arguments.global_batch_size
     data = read_data(arguments, arguments.lengths, arguments.steps * batch_size)
     bench = Bench(arguments, data, arguments.steps)
-    # All planners before the first simulation: a wrong name must not cost the time of the others.
+    # All planners and clusters before the first simulation: a wrong one must not cost the time of the others.
+    for world_size in arguments.weak_scaling or ():
+        bench.cluster(world_size)
     entries = [bench.entry(spec, arguments.world_size, batch_size) for spec in arguments.planner]
     results, plans = _simulate(bench, entries, arguments.plans)
     scaling = _weak_scaling(bench)
@@ -44,6 +46,8 @@ def answer(arguments: Namespace) -> int:
     if arguments.plot:
         pictures.draw(results, plans, scaling, Path(arguments.plot))
     if arguments.json:
+        for result, more in zip(results, extra, strict=True):
+            more.update({"weak_scaling": scaling[result.planner]} if scaling else {})
         objects = [result.as_json() | more for result, more in zip(results, extra, strict=True)]
         print(json.dumps(objects, indent=1, allow_nan=False))
     else:
