@@ -7,16 +7,21 @@ from typing import Any
 from lightning_dcp.planners.balanced import Balanced
 from lightning_dcp.planners.bound import lower_bound
 from lightning_dcp.planners.floating import Floating
+from lightning_dcp.planners.grouped import Bucket, DCPInter, DCPIntra, PackedBaseline
 from lightning_dcp.planners.protocol import DrawingPlanner, InfeasibleError, Limits, Planner, PlanRequest
 from lightning_dcp.planners.static import Replay, Static
 
 __all__ = [
     "PLANNERS",
     "Balanced",
+    "Bucket",
+    "DCPInter",
+    "DCPIntra",
     "DrawingPlanner",
     "Floating",
     "InfeasibleError",
     "Limits",
+    "PackedBaseline",
     "PlanRequest",
     "Planner",
     "Replay",
@@ -27,7 +32,11 @@ __all__ = [
 
 _CLASSES: dict[str, type[Planner]] = {
     "balanced": Balanced,
+    "bucket": Bucket,
+    "dcp-inter": DCPInter,
+    "dcp-intra": DCPIntra,
     "floating": Floating,
+    "packed": PackedBaseline,
     "replay": Replay,
     "static": Static,
 }
