@@ -264,6 +264,7 @@ def test_wrong_input_gives_one_sentence(case: str, capsys: pytest.CaptureFixture
         ("x.txt", "# sizes\n5\n\n6 # six\n  \n7\n8", None),
         ("x.csv", "id,size\n1,5\n\n2,6\n3,7\n4,8\n", "size"),
         ("x.csv", "5\n\n6\n7\n8\n", None),
+        ("x.csv", "1,2\n1,5\n1,6\n1,7\n1,8\n", "2"),
         ("x.tsv", 'name\tsize\n"two\nlines"\t5\nb\t6\nc\t7\nd\t8\n', "size"),
         ("x.jsonl", '5\n6\n\n7\n{"#": 8}\n', None),
     ],

@@ -346,6 +346,8 @@ def test_plain_data_parallel_is_tuned() -> None:
 
     best = max(speed(p, b) for p in (1, 2, 4) for b in (1, 2, 4, 8))
     assert speed(planner.sp_size, planner.batch_size) == best
+    short = tuned_static(np.full((64, 1), 16), CLUSTER, global_batch_size=32)
+    assert (short.sp_size, short.batch_size) == (1, 8), "launches are shared by the samples of a batch"
     tight = replace(CLUSTER, limits=replace(CLUSTER.limits, memory_bytes=20 * MiB, packing=True))
     assert tuned_static(lengths[:, None], tight, global_batch_size=32).sp_size > 1
     with pytest.raises(InfeasibleError, match=r"sample 0 of shape \(4000,\) fits none"):
