@@ -11,7 +11,9 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from math import prod
+from operator import gt
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,32 @@ class MicroBatch:
     bytes: int
 
     def __post_init__(self) -> None:
+        # Plans of thousands of micro-batches are made in milliseconds: one look at all integers, and only where
+        # something is wrong the question which.
+        if not self._holds_integers():
+            self._check_integers()
+        if not isinstance(self.packed, bool):
+            raise PlanError(f"packed is {self.packed!r}; it must be True or False")
+        if not self.sample_ids or len(self.sample_ids) != len(self.shapes):
+            raise PlanError(
+                f"a micro-batch has {len(self.sample_ids)} sample ids and {len(self.shapes)} shapes; "
+                "it needs at least one sample and one shape for each"
+            )
+        axes = len(self.padded_shape)
+        if set(map(len, self.shapes)) != {axes}:
+            shape = next(shape for shape in self.shapes if len(shape) != axes)
+            raise PlanError(f"shape {shape} and padded shape {self.padded_shape} differ in their number of axes")
+        self._check_fit()
+
+    def _holds_integers(self) -> bool:
+        held = (self.sample_ids, self.shapes, self.padded_shape, self.recompute)
+        if set(map(type, held)) != {tuple} or not set(map(type, self.shapes)) <= {tuple}:
+            return False
+        scalars = (self.first_rank, self.nanoseconds, self.bytes)
+        sizes = (self.sp_size, *self.padded_shape, *chain.from_iterable(self.shapes))
+        return _all_ints((*self.sample_ids, *self.recompute, *scalars), 0) and _all_ints(sizes, 1)
+
+    def _check_integers(self) -> None:
         _check_ints("sample_ids", self.sample_ids, minimum=0)
         _check_ints("padded_shape", self.padded_shape, minimum=1)
         if not isinstance(self.shapes, tuple):
@@ -71,30 +99,18 @@ class MicroBatch:
         for name in ("first_rank", "nanoseconds", "bytes"):
             _check_ints(name, (getattr(self, name),), minimum=0)
         _check_ints("sp_size", (self.sp_size,), minimum=1)
-        if not isinstance(self.packed, bool):
-            raise PlanError(f"packed is {self.packed!r}; it must be True or False")
-        if not self.sample_ids or len(self.sample_ids) != len(self.shapes):
-            raise PlanError(
-                f"a micro-batch has {len(self.sample_ids)} sample ids and {len(self.shapes)} shapes; "
-                "it needs at least one sample and one shape for each"
-            )
         for shape in self.shapes:
             _check_ints("shapes", shape, minimum=1)
-            if len(shape) != len(self.padded_shape):
-                raise PlanError(
-                    f"shape {shape} and padded shape {self.padded_shape} differ in their number of axes"
-                )
-        self._check_fit()
 
     def _check_fit(self) -> None:
         if not self.padded_shape or self.padded_shape[0] % self.sp_size:
             raise PlanError(
                 f"padded shape is {self.padded_shape}; its first axis must be a multiple of sp_size {self.sp_size}"
             )
-        needed = [max(axis) for axis in zip(*self.shapes, strict=True)]
+        needed = list(map(max, zip(*self.shapes, strict=True)))
         if self.packed:
             needed[0] = sum(shape[0] for shape in self.shapes)
-        if any(s > t for s, t in zip(needed, self.padded_shape, strict=True)):
+        if any(map(gt, needed, self.padded_shape)):
             raise PlanError(f"samples of shapes {self.shapes} do not fit the padded shape {self.padded_shape}")
 
     @property
@@ -164,8 +180,9 @@ class IterationPlan:
             raise PlanError(f"lower bound {self.lower_bound} ns lies above the makespan {self.makespan} ns")
 
     def _check_samples(self) -> None:
-        counts = Counter(i for m in self.micro_batches for i in m.sample_ids)
-        if len(counts) != self.num_samples:
+        ids = [i for m in self.micro_batches for i in m.sample_ids]
+        if len(set(ids)) != len(ids):
+            counts = Counter(ids)
             twice = sorted(i for i, count in counts.items() if count > 1)[:5]
             raise PlanError(
                 f"samples {twice} stand in more than one place; each sample runs exactly once in a step"
@@ -196,10 +213,13 @@ class IterationPlan:
     def busy(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Planned nanoseconds of work per rank, shape ``[W]``."""
         edges = np.zeros(self.world_size + 1, dtype=np.int64)
-        for m in self.micro_batches:
-            edges[m.first_rank] += m.nanoseconds
-            edges[m.first_rank + m.sp_size] -= m.nanoseconds
+        first, size, time = self._columns("first_rank"), self._columns("sp_size"), self._columns("nanoseconds")
+        np.add.at(edges, first, time)
+        np.subtract.at(edges, first + size, time)
         return np.cumsum(edges[:-1])
+
+    def _columns(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.asarray([getattr(m, name) for m in self.micro_batches], dtype=np.int64)
 
     def rounds(self) -> list[int]:
         """Nanoseconds of the longest ``k``-th micro-batch of any rank, for each ``k``.
@@ -360,6 +380,11 @@ def _micro_batch(row: Any) -> MicroBatch:
 
 def _freeze(value: Any) -> Any:
     return tuple(_freeze(item) for item in value) if isinstance(value, list) else value
+
+
+def _all_ints(values: tuple[Any, ...], minimum: int) -> bool:
+    """Whether all values, at least one, are Python's own integers in range; see :func:`_check_ints`."""
+    return set(map(type, values)) == {int} and minimum <= min(values) and max(values) < _LIMIT
 
 
 def _check_ints(name: str, values: Any, *, minimum: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -181,31 +181,54 @@ def assemble(request: PlanRequest, placements: Sequence[Placement], lower_bound:
     Raises:
         InfeasibleError: a placement does not fit the limits.
     """
-    largest = [largest_of(request, item.members) for item in placements]
-    ids, shapes = request.ids, request.sizes
-    built: dict[int, MicroBatch] = {}
-    for p in sorted({item.sp_size for item in placements}):
-        rows = [k for k, item in enumerate(placements) if item.sp_size == p]
-        sizes = np.asarray([len(placements[k].members) for k in rows], dtype=np.int64)
-        found = settings_within(request, p, sizes, np.asarray([largest[k] for k in rows], dtype=np.int64))
-        for row, k in enumerate(rows):
-            if found.nanoseconds[row] >= INFEASIBLE:
-                raise_infeasible(request, max(placements[k].members, key=lambda i: prod(shapes[i])), (p,))
-            built[k] = MicroBatch(
-                sample_ids=tuple(ids[i] for i in placements[k].members),
-                shapes=tuple(shapes[i] for i in placements[k].members),
-                padded_shape=pad([largest[k]], p),
-                first_rank=placements[k].first_rank,
-                sp_size=p,
-                recompute=tuple(int(r) for r in found.recompute[row]),
-                nanoseconds=int(found.nanoseconds[row]),
-                bytes=int(found.bytes[row]),
-            )
-    return IterationPlan(
-        world_size=request.world.world_size,
-        micro_batches=tuple(built[k] for k in range(len(placements))),
-        lower_bound=lower_bound,
-    )
+    micro_batches: tuple[MicroBatch, ...] = ()
+    if placements:
+        micro_batches = tuple(_micro_batches(request, placements))
+    return IterationPlan(world_size=request.world.world_size, micro_batches=micro_batches, lower_bound=lower_bound)
+
+
+def _micro_batches(request: PlanRequest, placements: Sequence[Placement]) -> Iterator[MicroBatch]:
+    # All looked up at once: a question for each micro-batch would cost more than the planning.
+    edges = np.cumsum([0, *(len(item.members) for item in placements)])
+    members = np.fromiter(chain.from_iterable(item.members for item in placements), np.int64, int(edges[-1]))
+    shapes = request.shapes[members]
+    largest = np.maximum.reduceat(shapes, edges[:-1], axis=0)
+    found = _settings_of(request, placements, np.diff(edges), largest)
+    ids, sizes, bounds = request.sample_ids[members].tolist(), list(map(tuple, shapes.tolist())), edges.tolist()
+    recompute = list(map(tuple, found.recompute.tolist()))
+    nanoseconds, held, padded = found.nanoseconds.tolist(), found.bytes.tolist(), largest.tolist()
+    for k, (_, first_rank, sp_size) in enumerate(placements):
+        run = slice(bounds[k], bounds[k + 1])
+        first_axis, *rest = padded[k]
+        yield MicroBatch(
+            sample_ids=tuple(ids[run]),
+            shapes=tuple(sizes[run]),
+            padded_shape=(round_up(max(first_axis, shortest(sp_size)), sp_size), *rest),
+            first_rank=first_rank,
+            sp_size=sp_size,
+            recompute=recompute[k],
+            nanoseconds=nanoseconds[k],
+            bytes=held[k],
+        )
+
+
+def _settings_of(
+    request: PlanRequest, placements: Sequence[Placement], counts: IntArray, largest: IntArray
+) -> Settings:
+    """Settings of each placement, given its number of samples and its largest size on each axis."""
+    sp_size = np.asarray([item.sp_size for item in placements], dtype=np.int64)
+    total = len(placements)
+    time, held = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=np.int64)
+    recompute = np.zeros((total, len(request.cost.num_layers)), dtype=np.int64)
+    for p in np.unique(sp_size).tolist():
+        rows = np.flatnonzero(sp_size == p)
+        found = settings_within(request, p, counts[rows], largest[rows])
+        time[rows], held[rows], recompute[rows] = found.nanoseconds, found.bytes, found.recompute
+    if (time >= INFEASIBLE).any():
+        worst = placements[int(time.argmax())]
+        position = max(worst.members, key=lambda i: int(request.shapes[i].prod()))
+        raise_infeasible(request, position, (worst.sp_size,))
+    return Settings(nanoseconds=time, bytes=held, recompute=recompute)
 
 
 def raise_micro_batches(placements: Sequence[Placement], world_size: int, minimum: int) -> list[Placement]:
