@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dcp.memory import least_of_all, memory_bytes
-from lightning_dcp.preparation import Settings, Site, _limits
+from lightning_dcp.preparation import Settings, Site, limits_of
 from lightning_dcp.selfcheck import Freedoms
 from tests.pool import Pool
 
@@ -45,7 +45,7 @@ def limit_of_plans() -> tuple[int, int]:
     site = Site(rank=dist.get_rank(), world_size=2, ranks_per_node=1, device=CPU, precision="32-true")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sysconf", lambda name: 1000 - 10 * dist.get_rank() if name == "SC_PHYS_PAGES" else 100)
-        return _limits(Settings(memory_limit=0.5), site, freedoms).memory_bytes, memory_bytes(0.5, CPU, 1)
+        return limits_of(Settings(memory_limit=0.5), site, freedoms).memory_bytes, memory_bytes(0.5, CPU, 1)
 
 
 def test_plans_use_the_least_memory_of_all_ranks(pool: Pool) -> None:

@@ -1,0 +1,7 @@
+"""What happens once in ``setup()``: from the user's model and data to a bound planner."""
+
+from lightning_dcp.preparation.preparing import Prepared, limits_of, prepare
+from lightning_dcp.preparation.settings import Settings, Site
+from lightning_dcp.preparation.sizes import chosen_sizes, short_samples, sp_sizes
+
+__all__ = ["Prepared", "Settings", "Site", "chosen_sizes", "limits_of", "prepare", "short_samples", "sp_sizes"]

@@ -1,0 +1,159 @@
+"""From the user's model and data to everything that steps need: groups, self-check, profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_dcp.cost import CostModel
+from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.lengths import shape_of
+from lightning_dcp.data.loader import DCPLoader, PlanningContext
+from lightning_dcp.data.module import DCPDataModule
+from lightning_dcp.execution import LossSettings, MicroBatchRunner
+from lightning_dcp.memory import least_of_all, memory_bytes
+from lightning_dcp.plan import MicroBatch
+from lightning_dcp.planners.protocol import Limits, Planner
+from lightning_dcp.preparation.settings import Settings, Site
+from lightning_dcp.preparation.sizes import short_samples, sp_sizes
+from lightning_dcp.profile import Profile
+from lightning_dcp.profiling import obtain_profile
+from lightning_dcp.recompute import RecomputeSwitch, find_families
+from lightning_dcp.selfcheck import Freedoms, self_check
+from lightning_dcp.sequence_parallel.groups import ProcessGroups
+from lightning_dcp.topology import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that a run of steps needs, made once per fit."""
+
+    world: World
+    groups: ProcessGroups
+    runner: MicroBatchRunner
+    freedoms: Freedoms
+    profile: Profile
+    limits: Limits
+    planner: Planner
+
+    def planning(self, rank: int, profile: Profile) -> PlanningContext:
+        """What the loader plans with."""
+        cost = CostModel(profile)
+        # A profile of an earlier run may lack a size that is legal here; it cannot be planned then.
+        world = self.world.restricted(set(self.world.sp_sizes) & set(cost.sp_sizes))
+        return PlanningContext(rank=rank, planner=self.planner, cost=cost, world=world, limits=self.limits)
+
+
+def prepare(
+    settings: Settings,
+    site: Site,
+    module: torch.nn.Module,
+    loader: DCPLoader,
+    transfer: Callable[[Batch], Batch],
+) -> Prepared:
+    """Find layers and heads, build the groups, check the model and measure it; called by every rank.
+
+    The user's module is left bit-equal: weights, buffers, gradients, random numbers, flags and hooks.
+
+    Args:
+        settings: the strategy's arguments.
+        site: this rank.
+        module: the engine's module, after ``deepspeed.initialize``.
+        loader: the train loader.
+        transfer: moves a collated micro-batch to the device, with the user's hooks.
+    """
+
+    def load(micro_batch: MicroBatch) -> Batch:
+        return transfer(loader.load(micro_batch))
+
+    switch = RecomputeSwitch(find_families(module, settings.layers))
+
+    def runner_over(groups: ProcessGroups) -> MicroBatchRunner:
+        return MicroBatchRunner(
+            module=module,
+            groups=groups,
+            recompute=switch,
+            hooks=loader.hooks,
+            seed=loader.sampler.seed,
+            loss=_loss_settings(settings.loss, loader),
+        )
+
+    single = runner_over(ProcessGroups([(rank, 1) for rank in range(site.world_size)]))
+    sizes = sp_sizes(settings, site, single, loader, load)
+    world = World.build(site.world_size, sizes, site.ranks_per_node)
+    groups = ProcessGroups(world.blocks)
+    runner = runner_over(groups)
+    freedoms = _freedoms(settings, site, runner, world, switch, loader, load)
+    world = world.restricted(freedoms.sp_sizes)
+    limits = limits_of(settings, site, freedoms)
+    profile = obtain_profile(
+        settings.profile,
+        runner=runner,
+        world=world,
+        rank=site.rank,
+        device=site.device,
+        precision=site.precision,
+        shapes=loader.shapes,
+        load=load,
+        limits=limits,
+        length_groups=settings.length_groups,
+    )
+    return Prepared(
+        world=world,
+        groups=groups,
+        runner=runner,
+        freedoms=freedoms,
+        profile=profile,
+        limits=limits,
+        planner=settings.planner,
+    )
+
+
+def _loss_settings(loss: LossSettings, loader: DCPLoader) -> LossSettings:
+    """With the labels named as the data module names them, by which samples are weighted."""
+    if not isinstance(loader.hooks, DCPDataModule):
+        return loss
+    rules = loader.hooks.rules
+    return replace(loss, labels_key=rules.labels_key, ignore_index=rules.ignore_index)
+
+
+def limits_of(settings: Settings, site: Site, freedoms: Freedoms) -> Limits:
+    """Limits of all plans; one all-reduce, called by every rank."""
+    return Limits(
+        memory_bytes=least_of_all(
+            memory_bytes(settings.memory_limit, site.device, site.ranks_per_node), site.device
+        ),
+        max_batch_size=settings.max_batch_size,
+        max_tokens=settings.max_tokens,
+        min_micro_batches=settings.min_micro_batches,
+        max_step_factor=settings.max_step_factor,
+        recompute=settings.recompute if freedoms.recompute else "none",
+        exact_shapes=freedoms.exact_shapes,
+    )
+
+
+def _freedoms(
+    settings: Settings,
+    site: Site,
+    runner: MicroBatchRunner,
+    world: World,
+    switch: RecomputeSwitch,
+    loader: DCPLoader,
+    load: Callable[[MicroBatch], Batch],
+) -> Freedoms:
+    if not settings.self_check:
+        return Freedoms(exact_shapes=False, sp_sizes=world.sp_sizes, recompute=True, messages=())
+    ids = short_samples(loader.shapes)
+    return self_check(
+        runner=runner,
+        load=load,
+        sample_ids=ids,
+        shapes=tuple(shape_of(loader.shapes[i]) for i in ids),
+        world=world,
+        num_layers=switch.num_layers,
+        rank=site.rank,
+        device=site.device,
+        strict=settings.self_check == "strict",
+    )
