@@ -66,9 +66,10 @@ class Bucket(Grouped):
             return finish(request, self.recompute, [], False)
         allowed = sizes if self.sp_size is None else (self.sp_size,)
         settled, groups = self._settled(request, self.recompute, allowed)
-        found = best_buckets(settled, groups, self._fitting(settled, groups, allowed))
+        last = self._is_last(request)
+        found = best_buckets(settled, groups, self._fitting(settled, groups, allowed), last)
         accumulate = partial(equal, number=max(request.limits.min_micro_batches, 1))
-        placements = draw(settled, groups, found.menus(), accumulate, self._is_last(request))
+        placements = draw(settled, groups, found.menus(), accumulate, last)
         return finish(request, settled.limits.recompute, placements, self.certify)
 
     def _fitting(self, request: PlanRequest, groups: Groups, sp_sizes: tuple[int, ...]) -> tuple[int, ...]:

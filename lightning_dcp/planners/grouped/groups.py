@@ -16,6 +16,9 @@ from lightning_dcp.planners.protocol import PlanRequest
 _BITS = 6
 """Leading binary digits of a length that the edges are chosen by: at most 3 % above it."""
 
+_LEAST_MEMBERS = 16
+"""Samples offered for each group of tokens that is chosen: finer groups would fill no batches."""
+
 _SIDES = 8
 """Most groups of each further axis. Few are enough: images and videos come in few resolutions."""
 
@@ -50,6 +53,13 @@ class Groups:
         start = int(self.starts[group])
         return int(self.tokens[start + count] - self.tokens[start])
 
+    def places(self) -> tuple[IntArray, IntArray]:
+        """Group of each sample in the order of the request, and its place in the group, int64 ``[n]``."""
+        group, place = np.empty_like(self.order), np.empty_like(self.order)
+        group[self.order] = np.repeat(np.arange(len(self.counts)), self.counts)
+        place[self.order] = np.arange(len(self.order)) - np.repeat(self.starts[:-1], self.counts)
+        return group, place
+
     @classmethod
     def build(
         cls, request: PlanRequest, sp_sizes: Sequence[int], edges: Sequence[int] | None, max_groups: int
@@ -65,7 +75,7 @@ class Groups:
             sp_sizes: sizes that may be used; every sample must fit one.
             edges: upper edges in tokens, ascending; samples above the last one form one more group. ``None``: the
                 edges that pad the offered samples least.
-            max_groups: most edges that are chosen.
+            max_groups: most edges that are chosen; fewer where few samples are offered.
 
         Raises:
             InfeasibleError: a sample fits none of the sizes; the first such sample is named.
@@ -79,11 +89,11 @@ class Groups:
         groups = cls._of(shapes, columns)
         unfit = ~_fits(request, sp_sizes, groups.sizes)
         if unfit.any():
-            alone = unfit[groups._group_of_each()]
+            alone = unfit[groups.places()[0]]
             groups = cls._of(shapes, [*columns, *np.where(alone, shapes.T, 0)])
             unfit = ~_fits(request, sp_sizes, groups.sizes)
         if unfit.any():
-            first = int(np.argmax(unfit[groups._group_of_each()]))
+            first = int(np.argmax(unfit[groups.places()[0]]))
             raise_infeasible(request, first, sp_sizes)
         return groups
 
@@ -107,17 +117,11 @@ class Groups:
             tokens=np.append(0, np.cumsum(shapes.prod(axis=1))),
         )
 
-    def _group_of_each(self) -> IntArray:
-        """Group of each sample in the order of the request."""
-        found = np.empty(len(self.order), dtype=np.int64)
-        found[self.order] = np.repeat(np.arange(len(self.starts) - 1), self.counts)
-        return found
-
 
 def _by_tokens(tokens: IntArray, edges: Sequence[int] | None, max_groups: int) -> IntArray:
     if edges is None:
-        # The dynamic program takes time with the square of the different lengths.
-        edges = length_groups(_rounded_up(tokens), max_groups)
+        # Rounded up, since the dynamic program takes time with the square of the different lengths.
+        edges = length_groups(_rounded_up(tokens), max(min(max_groups, len(tokens) // _LEAST_MEMBERS), 1))
     return np.searchsorted(np.asarray(edges, dtype=np.int64), tokens)
 
 

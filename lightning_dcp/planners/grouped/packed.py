@@ -93,9 +93,9 @@ class PackedBaseline(Drawing):
                 return changed, found
         longest, limits = int(np.argmax(request.shapes[:, 0])), request.limits
         raise InfeasibleError(
-            f"sample {request.sample_ids[longest]} of {request.shapes[longest, 0]} tokens fits no row on "
-            f"groups of {sp_sizes} ranks, {limits.memory_bytes} bytes and max_tokens={limits.max_tokens} each. Allow more "
-            "ranks per sequence (sp_sizes), raise the limits, or leave such samples out"
+            f"sample {request.sample_ids[longest]} of {request.shapes[longest, 0]} tokens fits no row on groups of "
+            f"{sp_sizes} ranks with {limits.memory_bytes} bytes and max_tokens={limits.max_tokens} for each rank. "
+            "Allow more ranks per sequence (sp_sizes), raise the limits, or leave such samples out"
         )
 
     def _best(self, request: PlanRequest, sp_sizes: tuple[int, ...]) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,8 @@ from lightning_dcp.planners.grouped.groups import Groups
 from lightning_dcp.planners.grouped.menu import Setting, largest_batches
 from lightning_dcp.planners.protocol import PlanRequest
 
-_UNIT = 30
-"""Probabilities are counted in units of ``2**-30``: products of two stay below ``2**62``."""
+_LOOKED_AT = 16_384
+"""Samples that settings are judged by, and 64 for each rank; later steps look at later ones."""
 
 _STEPS_PER_OCTAVE = 4
 
@@ -28,8 +28,7 @@ class Buckets:
         target: nanoseconds that no batch is longer than.
         batch_sizes: ``b`` of each group, int64 ``[K]``.
         nanoseconds: ``T`` of each group's batch, int64 ``[K]``.
-        seconds: predicted nanoseconds per step and rank-group, times the batches of all offered samples: what is
-            made least, as ``(numerator, denominator)``.
+        cost: predicted nanoseconds and the tokens that they train, the ends of the steps included.
     """
 
     sp_size: int
@@ -44,45 +43,49 @@ class Buckets:
         return [[Setting(self.sp_size, b, time)] for b, time in rows]
 
 
-def best_buckets(request: PlanRequest, groups: Groups, sp_sizes: Sequence[int]) -> Buckets:
+def best_buckets(request: PlanRequest, groups: Groups, sp_sizes: Sequence[int], last: bool) -> Buckets:
     """The ``p`` and the target time of most predicted throughput over the offered samples.
 
     For each ``p`` the targets start at the slowest single sample, which no batch size makes faster, and rise to the
-    largest batches that fit (Figure 2). A step runs one batch on each group of ``p`` ranks and lasts as long as its
-    longest; which lengths meet in a step is left to chance, in proportion to the batches of each length group.
+    largest batches that fit (Figure 2). Each is judged by its steps: every sample that finds its length group's
+    batches full opens one, and a step has one for each group of ``p`` ranks and lasts as long as its longest.
 
     Args:
         request: the offered samples; ``cost.profile.sync_time`` ends every step.
         groups: the same in groups.
         sp_sizes: sizes that fit every group, at least one.
+        last: no further samples will be offered.
     """
+    count = max(_LOOKED_AT, 64 * request.world.world_size)
+    group, place = (values[:count] for values in groups.places())
+    sync_time = request.cost.profile.sync_time
     found: Buckets | None = None
     for p in sp_sizes:
-        for other in _candidates(request, groups, p):
-            if found is None or other.cost[0] * found.cost[1] < found.cost[0] * other.cost[1]:
-                found = other
+        parallel = len(request.world.blocks_of(p))
+        for target, b, times in _candidates(request, groups, p):
+            # With more samples to come a group's first batch is, on average, half full of samples before these.
+            phase = 0 * b if last else b // 2
+            opened = group[(place + phase[group]) % b[group] == 0]
+            tokens = b * np.diff(groups.tokens[groups.starts]) // groups.counts
+            if last:
+                cost = _nanoseconds(times[opened], parallel, sync_time), int(groups.tokens[-1])
+            else:
+                cost = _whole_steps(times[opened], tokens[opened], parallel, sync_time)
+            if found is None or cost[0] * found.cost[1] < found.cost[0] * cost[1]:
+                found = Buckets(sp_size=p, target=target, batch_sizes=b, nanoseconds=times, cost=cost)
     assert found is not None
     return found
 
 
-def _candidates(request: PlanRequest, groups: Groups, sp_size: int) -> list[Buckets]:
+def _candidates(request: PlanRequest, groups: Groups, sp_size: int) -> Iterator[tuple[int, IntArray, IntArray]]:
+    """Targets with the batch sizes and times of all groups."""
     limits, counts = request.limits, groups.counts
     tokens = padded_tokens(groups.sizes, sp_size)
     alone = request.cost.settings(sp_size, np.asarray(1), tokens, limits.memory_bytes, limits.recompute)
     _, most = largest_batches(request, sp_size, groups.sizes, counts, np.asarray([INFEASIBLE - 1]))
     targets = _targets(int(alone.nanoseconds.max()), int(most.max()))
     batch_sizes, times = largest_batches(request, sp_size, groups.sizes, counts, targets)
-    parallel = len(request.world.blocks_of(sp_size))
-    return [
-        Buckets(
-            sp_size=sp_size,
-            target=target,
-            batch_sizes=b,
-            nanoseconds=t,
-            cost=_cost(-(-counts // b), t, parallel, request.cost.profile.sync_time),
-        )
-        for target, b, t in zip(targets.tolist(), batch_sizes, times, strict=True)
-    ]
+    yield from zip(targets.tolist(), batch_sizes, times, strict=True)
 
 
 def _targets(least: int, most: int) -> IntArray:
@@ -97,28 +100,16 @@ def _targets(least: int, most: int) -> IntArray:
     return np.asarray([*(t for t in found if t < most), max(least, most)], dtype=np.int64)
 
 
-def _cost(batches: IntArray, times: IntArray, parallel: int, sync_time: int) -> tuple[int, int]:
-    """Predicted nanoseconds of all batches, ``parallel`` of them a step, as a fraction."""
-    count = int(batches.sum())
-    together = min(parallel, count)
-    return (_expected_longest(batches, times, together) + sync_time) * max(count, parallel), parallel
+def _whole_steps(times: IntArray, tokens: IntArray, parallel: int, sync_time: int) -> tuple[int, int]:
+    """Nanoseconds and tokens of the whole steps of these batches; of too few for one, as if there were enough."""
+    steps = len(times) // parallel
+    if not steps:
+        return (int(times.max()) + sync_time) * len(times), int(tokens.sum()) * parallel
+    used = steps * parallel
+    return _nanoseconds(times[:used], parallel, sync_time), int(tokens[:used].sum())
 
 
-def _expected_longest(batches: IntArray, times: IntArray, together: int) -> int:
-    """Expected longest time among so many batches drawn by chance: the sum over ``T`` of its share of maxima.
-
-    In integers, since a power of floats may differ in its last bit between two machines.
-    """
-    order = np.argsort(times, kind="stable")
-    below = (np.cumsum(batches[order]) << _UNIT) // batches.sum()
-    chance = np.full(len(below), 1 << _UNIT, dtype=np.int64)
-    while together:
-        if together & 1:
-            chance = chance * below >> _UNIT
-        below = below * below >> _UNIT
-        together >>= 1
-    # The longest is certain to be the maximum of all.
-    chance[-1] = 1 << _UNIT
-    shift = max(int(times.max()).bit_length() - 32, 0)
-    weighted = int((np.diff(chance, prepend=0) * (times[order] >> shift)).sum())
-    return weighted >> _UNIT << shift if shift else weighted >> _UNIT
+def _nanoseconds(times: IntArray, parallel: int, sync_time: int) -> int:
+    """Of the steps of these batches, ``parallel`` of them a step."""
+    longest = np.pad(times, (0, -len(times) % parallel)).reshape(-1, parallel).max(axis=1)
+    return int(longest.sum()) + len(longest) * sync_time
