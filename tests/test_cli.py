@@ -150,6 +150,22 @@ def hours(world_size: int, samples: int) -> float:
 
 
 @pytest.mark.usefixtures("files")
+def test_an_option_of_the_planner_wins_over_the_limit_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """bucket recomputes all layers unless its own option says otherwise; balanced has no such option but a limit."""
+    arguments = words(
+        "--planner", "balanced:recompute=full", "--planner", "bucket:recompute=none", "--planner", "bucket"
+    )
+    assert call(*arguments, "--plans", "p.jsonl", capsys=capsys)[0] == 0
+
+    def depths(name: str) -> set[int]:
+        steps = [json.loads(line) for line in Path(name).read_text().splitlines()]
+        return {r for step in steps for m in step["micro_batches"] for r in m["recompute"]}
+
+    assert depths("p.balanced.jsonl") == depths("p.bucket-recompute-none.jsonl") == {0}
+    assert depths("p.balanced-recompute-full.jsonl") == depths("p.bucket.jsonl") == {4}
+
+
+@pytest.mark.usefixtures("files")
 def test_price_and_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     deadline = 0.45 * hours(2, 100_000)
     more = ["--price", "3", "--deadline", repr(deadline), "--samples", "100000"]
@@ -291,11 +307,11 @@ def test_rows_are_places_where_there_are_no_lines() -> None:
 
 def test_planners_are_read_with_their_options() -> None:
     assert planner_spec("static") == ("static", "static", {})
-    text = "a:b=1,c=1.5,d=true,e=None,f=x.json,g=-2,h=1e3"
+    text = "a:b=1,c=1.5,d=true,e=none,f=x.json,g=-2,h=1e3"
     assert planner_spec(text) == (
         text,
         "a",
-        {"b": 1, "c": 1.5, "d": True, "e": None, "f": "x.json", "g": -2, "h": 1000.0},
+        {"b": 1, "c": 1.5, "d": True, "e": "none", "f": "x.json", "g": -2, "h": 1000.0},
     )
     assert positive_ints("8,32") == (8, 32)
 

@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 
 from lightning_dcp.cost import IntArray
+from lightning_dcp.lengths import length_groups
 from lightning_dcp.permutation import permutation
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners import Balanced, InfeasibleError, Planner, PlanRequest, Static, create
 from lightning_dcp.planners.floating import Floating
+from lightning_dcp.planners.grouped.bucket import Bucket
 from lightning_dcp.planners.lockstep import plan_lockstep
 from lightning_dcp.simulate import (
     Cluster,
     Simulation,
     check_lengths,
     compare,
+    for_dataset,
     longest_sample,
     plan_record,
     simulate,
@@ -98,11 +101,15 @@ def request_of(request: PlanRequest, ids: IntArray) -> PlanRequest:
 
 @pytest.mark.parametrize(
     "planner",
-    [Balanced(), Static(sp_size=2, batch_size=2), Floating(min_samples=4, max_samples=9), InRounds()],
+    [
+        *(Balanced(), Static(sp_size=2, batch_size=2), Floating(min_samples=4, max_samples=9), InRounds()),
+        *(create(name, window=12) for name in ("bucket", "packed", "dcp-inter", "dcp-intra")),
+    ],
     ids=lambda planner: planner.name,
 )
 def test_all_planners_train_the_first_samples_of_the_permutation(planner: Planner) -> None:
-    result, plans = run(planner, seed=3)
+    cluster = replace(CLUSTER, limits=replace(CLUSTER.limits, packing=planner.name == "packed"))
+    result, plans = run(planner, cluster=cluster, seed=3)
     assert samples(plans) == Counter(permutation(3, 0, 100)[:30].tolist())
     assert (result.samples_dropped, result.samples_repeated, result.samples) == (0, 0, 30)
     assert result.tokens == LENGTHS[permutation(3, 0, 100)[:30]].sum()
@@ -264,6 +271,14 @@ def test_comparison_has_the_ratio_to_bucket_and_labels_of_its_own() -> None:
     assert alone.tokens_per_second == results[0].tokens_per_second
     with pytest.raises(ValueError, match="same label"):
         compare(LENGTHS, CLUSTER, [Static(), Static(sp_size=2)], steps=1, global_batch_size=4)
+
+
+def test_grouped_planners_get_the_groups_of_the_whole_dataset() -> None:
+    bucket = for_dataset(create("bucket", length_groups=5), LENGTHS)
+    assert isinstance(bucket, Bucket)
+    assert bucket.edges == length_groups(LENGTHS, 5)
+    for planner in (Balanced(), create("packed"), create("dcp-intra", edges=(5_000,))):
+        assert for_dataset(planner, LENGTHS) is planner
 
 
 def test_json_has_the_documented_keys() -> None:

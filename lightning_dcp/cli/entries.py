@@ -17,6 +17,9 @@ from lightning_dcp.simulate.run import OnStep
 PLAIN = "plain"
 """Data parallel with padding at its best fixed setting, which is looked for before it runs."""
 
+_ALWAYS: dict[str, dict[str, Any]] = {"packed": {"packing": True}, "static": {"packing": False}}
+"""Limits without which a planner refuses to plan, so that those who pack and those who pad can be compared."""
+
 _FLAGS, _COUNTS = ("packing", "exact_shapes"), ("max_batch_size", "max_tokens", "min_micro_batches")
 _RECOMPUTE = ("auto", "none", "full")
 
@@ -74,7 +77,7 @@ class Bench:
         own = {name: value for name, value in limits.items() if hasattr(planner, name)}
         if own:
             planner = planners.create(spec.name, **options, **own)
-        others = {name: value for name, value in limits.items() if name not in own}
+        others = _ALWAYS.get(spec.name, {}) | {name: v for name, v in limits.items() if name not in own}
         return Entry(
             spec.label,
             for_dataset(planner, self.data.shapes),

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn
 
-_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
+_WORDS = {"true": True, "false": False}
 
 
 class Parser(ArgumentParser):
@@ -29,7 +29,7 @@ class PlannerSpec(NamedTuple):
 
 
 def planner_spec(text: str) -> PlannerSpec:
-    """Read ``name`` or ``name:key=value,key=value``; numbers, true, false and none are understood as such."""
+    """Read ``name`` or ``name:key=value,key=value``; numbers, true and false are understood as such."""
     name, colon, rest = text.partition(":")
     options: dict[str, Any] = {}
     for part in rest.split(",") if colon else []:
