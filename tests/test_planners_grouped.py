@@ -58,7 +58,7 @@ def epoch(planner: Drawing, asked: PlanRequest, window: int) -> Iterator[tuple[I
 
 
 @given(asked=requests(max_samples=40), last=st.booleans(), planner=st.sampled_from(PLANNERS))
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_step_keeps_the_rules(asked: PlanRequest, last: bool, planner: Drawing) -> None:
     if isinstance(planner, PackedBaseline):
         if asked.shapes.shape[1] > 1:
@@ -208,8 +208,11 @@ def test_all_layers_are_recomputed_by_inter_and_the_fewest_by_intra() -> None:
 
 
 def test_tokens_per_second_rise_from_inter_to_intra_over_an_epoch() -> None:
-    asked = request(texts(*lengths(2000)), 8, memory=40 * MiB)
-    totals = [sum(plan.makespan for plan, _ in epoch(planner, asked, 1000)) for planner in DATA_CENTRIC]
+    asked = request(texts(*lengths(1000)), 8, memory=40 * MiB)
+    totals = [
+        sum(plan.makespan for plan, _ in epoch(replace(planner, certify=False), asked, 1000))
+        for planner in DATA_CENTRIC
+    ]
     assert totals[1] < totals[0]
 
 
