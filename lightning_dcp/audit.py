@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dcp.cost import CostModel, IntArray
+from lightning_dcp.cost import IntArray
 from lightning_dcp.planners import Balanced, Planner
 from lightning_dcp.planners.grouped.bucket import Bucket
 from lightning_dcp.simulate import (
@@ -17,14 +17,13 @@ from lightning_dcp.simulate import (
     compare,
     for_dataset,
     longest_sample,
+    own_work,
     tuned_static,
 )
 from lightning_dcp.simulate.run import check_shapes
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
 """Shares of the samples that are no longer than the quantile."""
-
-_CHUNK = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ def audit(
     table = check_shapes(shapes)
     tokens = np.asarray(table.prod(axis=1), dtype=np.int64)
     order = np.argsort(tokens, kind="stable")
-    work = _work(cluster.cost, tokens)
+    work = own_work(cluster.cost, table)
     count = -(-len(tokens) // 100)
     top = order[-count:]
     pairs = (table.astype(np.float64) * tokens[:, None]).sum(axis=1)
@@ -137,12 +136,6 @@ def _quantiles(tokens: IntArray, work: IntArray) -> tuple[Quantile, ...]:
         )
         for share, position in zip(QUANTILES, positions, strict=True)
     )
-
-
-def _work(cost: CostModel, tokens: IntArray) -> IntArray:
-    """GPU nanoseconds of each sample; in parts, since each takes some dozen numbers on the way."""
-    parts = [cost.useful_time(tokens[start : start + _CHUNK]) for start in range(0, len(tokens), _CHUNK)]
-    return np.concatenate(parts)
 
 
 def _other_steps(

@@ -23,7 +23,7 @@ from lightning_dcp.cli.places import place_of
 from lightning_dcp.lengths import read_lengths
 from lightning_dcp.permutation import permutation
 from lightning_dcp.planners import Balanced
-from lightning_dcp.simulate import Cluster, simulate
+from lightning_dcp.simulate import Cluster, hours_needed, own_work, simulate
 from tests.synthetic import analytic_profile
 
 ROOT = Path(__file__).parent.parent
@@ -129,24 +129,25 @@ def test_ids_of_further_epochs_are_positions_in_the_file(capsys: pytest.CaptureF
 
 @pytest.mark.usefixtures("files")
 def test_limits_hold_for_all_planners_or_for_one(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = words(
-        "--planner", "static:batch_size=4,max_batch_size=2", "--max-batch-size", "3", "--plans", "p.jsonl"
-    )
+    planners = [word for b in ("4", "3", "3,max_batch_size=2") for word in ("--planner", f"static:batch_size={b}")]
+    arguments = words(*planners, "--max-batch-size", "3", "--plans", "p.jsonl", planner=None)
     assert call(*arguments, capsys=capsys)[0] == 0
 
     def most(name: str) -> int:
         steps = [json.loads(line) for line in Path(name).read_text().splitlines()]
         return max(len(m["samples"]) for step in steps for m in step["micro_batches"])
 
-    assert most("p.balanced.jsonl") == 3
-    assert most("p.static-batch_size-4-max_batch_size-2.jsonl") == 2
+    # A micro-batch over a limit is cut in halves.
+    assert most("p.static-batch_size-4.jsonl") == 2
+    assert most("p.static-batch_size-3.jsonl") == 3
+    assert most("p.static-batch_size-3-max_batch_size-2.jsonl") == 2
 
 
 def hours(world_size: int, samples: int) -> float:
     """Of so many samples on nodes of two ranks, planned by ``balanced``."""
     cluster = Cluster.build(PROFILE, world_size, memory_bytes=400_000_000, ranks_per_node=2)
-    speed = simulate(LENGTHS, cluster, Balanced(), steps=3, global_batch_size=10).tokens_per_second
-    return float(samples * LENGTHS.mean() / speed / 3600)
+    result = simulate(LENGTHS, cluster, Balanced(), steps=3, global_batch_size=10)
+    return hours_needed(result, samples * float(own_work(cluster.cost, LENGTHS[:, None]).mean()))
 
 
 @pytest.mark.usefixtures("files")
@@ -174,8 +175,11 @@ def test_price_and_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = json.loads(out)
     assert code == 0
     for found in (first, second):
-        assert found["hours"] == pytest.approx(100_000 * LENGTHS.mean() / found["tokens_per_second"] / 3600)
         assert found["cost"] == pytest.approx(found["hours"] * 2 * 3)
+    assert first["hours"] == pytest.approx(hours(2, 100_000))
+    assert second["hours"] / first["hours"] == pytest.approx(
+        first["tokens_per_second"] / second["tokens_per_second"]
+    )
     assert "smallest_world_size" not in second, "only the best planner is looked at"
     smallest = first["smallest_world_size"]
     assert smallest == next(w for w in (1, 2, 4, 6, 8) if hours(w, 100_000) <= deadline)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
+from lightning_dcp.permutation import permutation
 from lightning_dcp.planners import Static
-from lightning_dcp.simulate import hours_needed, smallest_world
-from tests.test_simulate import run
+from lightning_dcp.simulate import hours_needed, own_work, simulate, smallest_world
+from tests.test_simulate import CLUSTER, LENGTHS, run
 
 
 def worlds(ranks_per_node: int, largest: int) -> list[int]:
@@ -59,6 +61,24 @@ def test_ranks_that_cannot_hold_a_sample_do_not_end_the_search() -> None:
     assert (nothing.world_size, nothing.hours) == (None, float("inf"))
 
 
-def test_hours_follow_from_the_tokens() -> None:
+def test_hours_follow_from_the_samples_own_work() -> None:
+    """Few long samples take most of the time: the share of useful time says more of other steps than tokens do."""
     result, _ = run(Static())
-    assert hours_needed(result, 3600 * result.tokens) == pytest.approx(result.seconds)
+    assert result.work == own_work(CLUSTER.cost, LENGTHS[permutation(0, 0, 100)[:30], None]).sum()
+    assert hours_needed(result, 3600 * result.work) == pytest.approx(result.seconds)
+    lengths = np.clip(np.random.default_rng(1).lognormal(5.5, 1.3, 800).astype(int), 8, 16_000)
+    total = float(own_work(CLUSTER.cost, lengths[:, None]).sum())
+    seconds = simulate(lengths, CLUSTER, Static(), steps=20, global_batch_size=40).seconds
+    by_work, by_tokens = [], []
+    for seed in range(1, 11):
+        few = simulate(lengths, CLUSTER, Static(), steps=3, global_batch_size=40, seed=seed)
+        by_work.append(3600 * hours_needed(few, total) / seconds - 1)
+        by_tokens.append(lengths.sum() / few.tokens_per_second / seconds - 1)
+    assert np.linalg.norm(by_work) < 0.7 * np.linalg.norm(by_tokens)
+
+
+def test_own_work_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = own_work(CLUSTER.cost, LENGTHS[:, None])
+    assert whole.tolist() == CLUSTER.cost.useful_time(LENGTHS).tolist()
+    monkeypatch.setattr("lightning_dcp.simulate.price._CHUNK", 7)
+    assert own_work(CLUSTER.cost, LENGTHS[:, None]).tolist() == whole.tolist()

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_dcp.cli.entries import Bench
 from lightning_dcp.cli.tables import counted, labelled, longest_lines, table
-from lightning_dcp.simulate import Deadline, Simulation, hours_needed, longest_sample, smallest_world
+from lightning_dcp.simulate import Deadline, Simulation, hours_needed, longest_sample, own_work, smallest_world
 
 
 def price_and_deadline(bench: Bench, results: Sequence[Simulation]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -20,22 +20,28 @@ def price_and_deadline(bench: Bench, results: Sequence[Simulation]) -> tuple[lis
     if arguments.price is None and arguments.deadline is None:
         return extra, []
     samples = arguments.samples or len(shapes)
-    tokens = samples * float(shapes.prod(axis=1).mean())
-    hours = [hours_needed(result, tokens) for result in results]
+    passes = samples / len(shapes)
+    hours = [hours_needed(result, _work(bench, arguments.world_size, passes)) for result in results]
     for more, time in zip(extra, hours, strict=True):
         more["hours"] = time
         if arguments.price is not None:
             more["cost"] = time * arguments.world_size * arguments.price
-    text = [_hours_table(results, hours, bench, f"{samples:,} samples ({tokens:,.0f} tokens)")]
+    what = f"{samples:,} samples ({passes * int(shapes.prod(axis=1).sum()):,.0f} tokens)"
+    text = [_hours_table(results, hours, bench, what)]
     if arguments.deadline is not None:
         best = min(range(len(results)), key=lambda k: hours[k])
-        deadline = _search(bench, best, hours[best], tokens)
+        deadline = _search(bench, best, hours[best], passes)
         extra[best]["smallest_world_size"] = deadline.world_size
         text.append(_deadline_text(bench, results[best].planner, deadline))
     longest = longest_sample(shapes, bench.cluster(arguments.world_size))
     place = bench.data.place(longest.position)
     text.append(labelled("longest sample", longest_lines(longest, place, bench.cluster(arguments.world_size))))
     return extra, text
+
+
+def _work(bench: Bench, world_size: int, passes: float) -> float:
+    """Own work of so many passes over the data, by the profile for so many ranks."""
+    return passes * float(own_work(bench.cluster(world_size).cost, bench.data.shapes).sum())
 
 
 def _hours_table(results: Sequence[Simulation], hours: Sequence[float], bench: Bench, what: str) -> str:
@@ -49,7 +55,7 @@ def _hours_table(results: Sequence[Simulation], hours: Sequence[float], bench: B
     return f"{what} on {counted(world_size, 'GPU')}:\n{table(rows)}"
 
 
-def _search(bench: Bench, best: int, known: float, tokens: float) -> Deadline:
+def _search(bench: Bench, best: int, known: float, passes: float) -> Deadline:
     """The smallest world that meets the deadline with one planner; the number of samples of a step stays."""
     arguments = bench.arguments
     spec, batch_size = arguments.planner[best], arguments.global_batch_size
@@ -58,7 +64,8 @@ def _search(bench: Bench, best: int, known: float, tokens: float) -> Deadline:
         if world_size == arguments.world_size:
             return known
         try:
-            return hours_needed(bench.run(bench.entry(spec, world_size, batch_size), batch_size), tokens)
+            result = bench.run(bench.entry(spec, world_size, batch_size), batch_size)
+            return hours_needed(result, _work(bench, world_size, passes))
         except ValueError:
             # So few ranks that the longest sample or the planner's setting does not fit.
             return float("inf")

@@ -14,7 +14,7 @@ from lightning_dcp.simulate.comparison import compare, for_dataset, with_ratios
 from lightning_dcp.simulate.needs import LongestSample, check_lengths, longest_sample
 from lightning_dcp.simulate.plain import tuned_static
 from lightning_dcp.simulate.plans import plan_record
-from lightning_dcp.simulate.price import Deadline, hours_needed, smallest_world
+from lightning_dcp.simulate.price import Deadline, hours_needed, own_work, smallest_world
 from lightning_dcp.simulate.run import simulate
 from lightning_dcp.simulate.tally import Simulation
 
@@ -28,6 +28,7 @@ __all__ = [
     "for_dataset",
     "hours_needed",
     "longest_sample",
+    "own_work",
     "plan_record",
     "simulate",
     "smallest_world",

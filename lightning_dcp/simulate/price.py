@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from lightning_dcp.cost import CostModel, IntArray
 from lightning_dcp.simulate.tally import Simulation
 
 LARGEST_WORLD = 65_536
 """Most ranks that the search for a deadline tries."""
 
+_CHUNK = 65_536
 _WORTHWHILE = 0.98
 """Twice the ranks must bring the hours below this share, or the search gives up."""
 
@@ -29,9 +33,30 @@ class Deadline:
     tried: tuple[tuple[int, float], ...]
 
 
-def hours_needed(simulation: Simulation, tokens: float) -> float:
-    """Hours to train this many tokens of the same lengths."""
-    return tokens / simulation.tokens_per_second / 3600.0
+def own_work(cost: CostModel, shapes: IntArray) -> IntArray:
+    """Rank-nanoseconds of each sample's own work (:meth:`CostModel.useful_time`), int64 ``[n]``.
+
+    Args:
+        cost: the cost model.
+        shapes: sizes of the samples, ``[n, axes]``.
+    """
+    tokens = np.asarray(shapes.prod(axis=1), dtype=np.int64)
+    # In parts, since each sample takes some dozen numbers on the way.
+    parts = [cost.useful_time(tokens[start : start + _CHUNK]) for start in range(0, len(tokens), _CHUNK)]
+    return np.concatenate(parts)
+
+
+def hours_needed(simulation: Simulation, work: float) -> float:
+    """Hours to train samples of this much own work as the simulation did.
+
+    Work and not tokens: where few samples take most of the time, the tokens per second of some steps say little of
+    others, and the useful share says much.
+
+    Args:
+        simulation: some steps of the same data.
+        work: rank-nanoseconds of :func:`own_work`, summed.
+    """
+    return work / simulation.work * simulation.seconds / 3600.0
 
 
 def smallest_world(

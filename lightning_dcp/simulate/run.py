@@ -15,6 +15,7 @@ from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners import Planner, PlanRequest
 from lightning_dcp.planners.protocol import DrawingPlanner
 from lightning_dcp.simulate.cluster import Cluster
+from lightning_dcp.simulate.price import own_work
 from lightning_dcp.simulate.stream import Stream, Window
 from lightning_dcp.simulate.tally import Simulation, Tally
 
@@ -76,7 +77,7 @@ def simulate(
             trained = _samples_of(plan, table, cluster, planner.name)
             advanced = window.remove(trained) if planner.draws else window.clear()
             if advanced or len(trained):
-                useful = int(cluster.cost.useful_time(table[trained % len(table)].prod(axis=1)).sum())
+                useful = int(own_work(cluster.cost, table[trained % len(table)]).sum())
                 tally.add(plan, trained, useful, seconds)
                 if on_step is not None:
                     on_step(len(tally.planning) - 1, plan)

@@ -46,6 +46,7 @@ class Simulation:
         ratio_to_bucket: tokens per second over those of the planner ``bucket``; ``None`` where it did not run.
         useful_ratio: share of the paid time (``W`` times all seconds) that is the samples' own work
             (:meth:`CostModel.useful_time`): no idle time, padding, exchange, recompute, fixed costs or end of a step.
+        work: rank-nanoseconds of the samples' own work.
         samples: samples in the plans.
         tokens: their tokens.
         seconds: seconds of all steps.
@@ -65,6 +66,7 @@ class Simulation:
     samples_repeated: int
     ratio_to_bucket: float | None = None
     useful_ratio: float
+    work: int
     samples: int
     tokens: int
     seconds: float
@@ -151,6 +153,7 @@ class Tally:
             samples_dropped=int(np.maximum(difference, 0).sum()),
             samples_repeated=int(np.maximum(-difference, 0).sum()),
             useful_ratio=self.useful / self.paid,
+            work=self.useful,
             samples=int(self.trained.sum()),
             tokens=self.tokens,
             seconds=seconds,
