@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_dcp.plan import IterationPlan
+from lightning_dcp.planners import Balanced
 from lightning_dcp.planners.protocol import PlanRequest
 from lightning_dcp.topology import World
 from tests.data_tools import RoundRobin
@@ -30,3 +31,15 @@ class Drawing(RoundRobin):
         self.offered.append(request.ids)
         chosen = slice(None, self.stride * self.most, self.stride)
         return super().plan(replace(request, sample_ids=request.sample_ids[chosen], shapes=request.shapes[chosen]))
+
+
+class Alternate(Drawing):
+    """Draws as :class:`Drawing` does, and plans what it drew as the default planner would."""
+
+    name = "alternate"
+
+    def plan(self, request: PlanRequest) -> IterationPlan:
+        chosen = slice(None, self.stride * self.most, self.stride)
+        return Balanced().plan(
+            replace(request, sample_ids=request.sample_ids[chosen], shapes=request.shapes[chosen])
+        )
