@@ -7,6 +7,7 @@ import configparser
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +26,7 @@ from lightning_dcp.permutation import permutation
 from lightning_dcp.planners import Balanced
 from lightning_dcp.simulate import Cluster, hours_needed, own_work, simulate
 from tests.synthetic import analytic_profile
+from tests.test_simulate import KEYS
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = np.random.default_rng(8).integers(8, 2_000, 60)
@@ -335,6 +337,23 @@ def test_without_a_command(arguments: tuple[str, ...], code: int, capsys: pytest
     assert found == code
     assert len(err.splitlines()) == (1 if code else 0)
     assert bool(out) == (code == 0)
+
+
+def test_the_documented_commands_and_keys_exist() -> None:
+    text = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
+    lines = re.findall(
+        r"^(?:\$ |next: )?lightning-dcp ((?:audit|simulate) (?!.*: ).*)$", text.replace("\\\n", " "), re.MULTILINE
+    )
+    assert len(lines) >= 6
+    for line in lines:
+        name, *rest = shlex.split(line)
+        import_module(COMMANDS[name].module).parser().parse_args(rest)
+    keys = re.findall(
+        r"^\| `(\w+)`(?:, `(\w+)`)? \|", text.partition("### `--json`")[2].partition("### ")[0], re.MULTILINE
+    )
+    assert [key for pair in keys for key in pair if key] == [*KEYS]
+    assert "[lengths](lengths.md)" in text
+    assert all((ROOT / "docs" / target).is_file() for target in re.findall(r"\]\((\w+\.\w+)\)", text))
 
 
 def test_the_entry_point_exists() -> None:

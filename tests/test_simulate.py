@@ -36,6 +36,10 @@ MiB = 1 << 20
 SYNC = 7_000_000
 PROFILE = replace(analytic_profile((1, 2, 4)), sync_time=SYNC)
 CLUSTER = Cluster.build(PROFILE, 4, memory_bytes=400 * MiB)
+KEYS = (
+    *("planner", "tokens_per_second", "seconds_per_step", "optimizer_steps", "idle_ratio", "padding_ratio", "gap"),
+    *("planning_ms", "planning_ms_worst", "samples_dropped", "samples_repeated", "ratio_to_bucket"),
+)
 LENGTHS = np.random.default_rng(5).integers(8, 2_000, 100)
 
 
@@ -283,18 +287,7 @@ def test_grouped_planners_get_the_groups_of_the_whole_dataset() -> None:
 
 def test_json_has_the_documented_keys() -> None:
     values = run(Balanced())[0].as_json()
-    assert [*values] == [
-        *(
-            "planner",
-            "tokens_per_second",
-            "seconds_per_step",
-            "optimizer_steps",
-            "idle_ratio",
-            "padding_ratio",
-            "gap",
-        ),
-        *("planning_ms", "planning_ms_worst", "samples_dropped", "samples_repeated", "ratio_to_bucket"),
-    ]
+    assert (*values,) == KEYS
     assert json.loads(json.dumps(values, allow_nan=False)) == values
 
 
