@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,7 @@ def test_one_screen_and_a_command_that_runs(capsys: pytest.CaptureFixture[str]) 
     lines = out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines[:-1])) <= 120
+    assert not re.search(r"\d\n +(GB|MB|%)", out)
     count = (LENGTHS < 1500).sum() + 1
     for part in (
         f"my lengths.txt: {count} samples",

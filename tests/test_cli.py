@@ -145,6 +145,28 @@ def test_limits_hold_for_all_planners_or_for_one(capsys: pytest.CaptureFixture[s
     assert most("p.static-batch_size-3-max_batch_size-2.jsonl") == 2
 
 
+@pytest.mark.usefixtures("files")
+def test_packing_is_for_all_or_for_one_and_never_for_what_pads(capsys: pytest.CaptureFixture[str]) -> None:
+    def packed(*more: str, labels: tuple[str, ...]) -> list[bool]:
+        planners = [word for label in labels for word in ("--planner", label)]
+        code, out, err = call(
+            *words(*planners, *more, "--plans", "p.jsonl", "--json", planner=None), capsys=capsys
+        )
+        assert code == 0, err
+        assert all(found["samples_dropped"] == found["samples_repeated"] == 0 for found in json.loads(out))
+        rows = []
+        for label in labels:
+            lines = Path(f"p.{re.sub('[:=]', '-', label)}.jsonl").read_text().splitlines()
+            batches = [m for line in lines for m in json.loads(line)["micro_batches"]]
+            rows.append(any(len({*map(tuple, m["shapes"])}) > 1 and m["packed"] for m in batches))
+            for m in batches:
+                assert m["padded_shape"][0] >= (sum if m["packed"] else max)(shape[0] for shape in m["shapes"])
+        return rows
+
+    assert packed(labels=("balanced", "balanced:packing=true", "packed", "static")) == [False, True, True, False]
+    assert packed("--packing", labels=("balanced", "plain", "static", "bucket")) == [True, False, False, False]
+
+
 def hours(world_size: int, samples: int) -> float:
     """Of so many samples on nodes of two ranks, planned by ``balanced``."""
     cluster = Cluster.build(PROFILE, world_size, memory_bytes=400_000_000, ranks_per_node=2)

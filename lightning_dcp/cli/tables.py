@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from math import prod
@@ -78,7 +79,9 @@ def longest_lines(longest: LongestSample, place: str, cluster: Cluster) -> str:
 
 def labelled(label: str, text: str) -> str:
     """A paragraph with its name in front of it."""
-    return textwrap.fill(text, 112, initial_indent=f"{label:<16}", subsequent_indent=" " * 16)
+    # A number stays on one line with its unit.
+    bound = re.sub(r"(\d) (GB|MB|%)", "\\1\0\\2", text)
+    return textwrap.fill(bound, 112, initial_indent=f"{label:<16}", subsequent_indent=" " * 16).replace("\0", " ")
 
 
 def percent(ratio: float) -> str:
