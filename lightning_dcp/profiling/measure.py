@@ -20,6 +20,7 @@ from lightning_dcp.profiling.errors import is_out_of_memory
 from lightning_dcp.profiling.probe import Subject, measure_probe
 from lightning_dcp.profiling.probes import LengthProbes, Probe
 from lightning_dcp.profiling.snapshot import untouched
+from lightning_dcp.profiling.stepend import measure_step_end
 from lightning_dcp.topology import World
 
 _OUT_OF_MEMORY, _FAILED = 1, 2
@@ -56,8 +57,8 @@ def measure(survey: Survey, lengths: Sequence[LengthProbes], identity: Mapping[s
     """Measure a model on the ranks of this run; the model is left bit-equal, also after an error.
 
     Called by every rank. Collectives: one all-reduce (maximum) over the world per length, of that length's table;
-    inside a probe only the exchanges of its own group. So all ranks end with the same profile, that of the slowest
-    rank; a size that ran out of memory anywhere is left out everywhere.
+    inside a probe only the exchanges of its own group; then those of :func:`measure_step_end`. So all ranks end with
+    the same profile, that of the slowest rank; a size that ran out of memory anywhere is left out everywhere.
 
     Args:
         survey: the model and the ranks.
@@ -80,7 +81,9 @@ def measure(survey: Survey, lengths: Sequence[LengthProbes], identity: Mapping[s
                 measured, elapsed = _measure_length(survey, length, table, started)
                 table += measured
             bar.update(len(length.probes))
-    if survey.subject.device.type == "cuda":
+    device, ranks = survey.subject.device, survey.world.world_size
+    sync_time = measure_step_end(survey.subject.module, ranks, device, survey.clocks(device, ranks))
+    if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
     return Profile(
@@ -88,6 +91,7 @@ def measure(survey: Survey, lengths: Sequence[LengthProbes], identity: Mapping[s
         num_layers=survey.subject.switch.num_layers,
         static_bytes=survey.static_bytes,
         measurements=tuple(table),
+        sync_time=sync_time,
     )
 
 

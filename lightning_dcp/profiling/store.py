@@ -21,7 +21,7 @@ from lightning_dcp.recompute import RecomputeSwitch
 
 T = TypeVar("T")
 
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
 """Raised when the way of measuring changes, so that older profiles are not used again."""
 
 
