@@ -1,0 +1,141 @@
+"""First placement of the samples: wide groups first, longest sample first, each to the group that is free first."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_dcp.cost import IntArray
+from lightning_dcp.planners.packing.rows import Kinds, Rows
+from lightning_dcp.topology import Block
+
+_TRIED = 4
+"""Groups that are asked for room in an open row before a new row is opened."""
+_NO_LIMIT = 2**62
+_ABSORBED = 4
+"""A sample without room joins a row of a wider group if that costs at most one of these parts of a new row."""
+
+
+def construct(kinds: Kinds, chosen: IntArray) -> Rows:
+    """Place every sample.
+
+    Args:
+        kinds: settings and prices.
+        chosen: kind of each sample, ``[n]``.
+    """
+    dealer = _Dealer(kinds)
+    width, wanted = kinds.width[chosen], chosen.tolist()
+    for index in np.unique(width)[::-1].tolist():
+        dealer.deal(index, np.flatnonzero(width == index).tolist(), wanted)
+    first, kind = (np.asarray(values, dtype=np.int64) for values in (dealer.first, dealer.kind))
+    return Rows(kinds, first, kind, np.asarray(dealer.row_of, dtype=np.int64))
+
+
+class _Dealer:
+    """Plain lists, for one sample at a time: faster than arrays of one element."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        menu = kinds.menu
+        self.kinds = kinds
+        self.lengths = menu.lengths.tolist()
+        self.sizes = kinds.sizes.tolist()
+        self.capacity = [width.tokens for width in menu.widths]
+        self.most = menu.request.limits.max_batch_size or len(self.lengths)
+        self.times: dict[int, list[int]] = {}
+        self.bytes: dict[int, list[int]] = {}
+        self.fixed: dict[int, int] = {}
+        self.loads = [0] * menu.request.world.world_size
+        self.open: dict[Block, list[tuple[int, int]]] = {}
+        self.wider: list[dict[int, Block]] = []
+        self.first: list[int] = []
+        self.kind: list[int] = []
+        self.room: list[int] = []
+        self.places: list[int] = []
+        self.row_of = [0] * len(self.lengths)
+
+    def deal(self, width: int, samples: Sequence[int], wanted: Sequence[int]) -> None:
+        """Place the samples of one width, longest first."""
+        for kind in sorted({wanted[i] for i in samples}):
+            self.times[kind] = self.kinds.times[kind].tolist()
+            self.bytes[kind] = self.kinds.bytes[kind].tolist()
+            self.fixed[kind] = int(self.kinds.fixed[kind])
+        blocks = [(first, self.sizes[width]) for first in self.kinds.firsts[width].tolist()]
+        self.open.update((block, []) for block in blocks)
+        heap = [(self.loads[first], first) for first, _ in blocks]
+        heapq.heapify(heap)
+        for i in samples:
+            self.row_of[i] = self._place(heap, width, i, wanted[i])
+        self.wider.insert(0, {rank: block for block in blocks for rank in range(block[0], block[0] + block[1])})
+
+    def _place(self, heap: list[tuple[int, int]], width: int, i: int, kind: int) -> int:
+        """The row that the sample joins."""
+        size, fixed = self.sizes[width], self.fixed[kind]
+        # A sample of more than half a row would hardly find room.
+        allowed = _TRIED if 2 * self.lengths[i] <= self.capacity[width] else 1
+        tried: list[tuple[int, int]] = []
+        row = -1
+        while row < 0 and heap and len(tried) < allowed:
+            load, first = heap[0]
+            if load != self.loads[first]:
+                heapq.heapreplace(heap, (self.loads[first], first))
+                continue
+            if tried and load >= tried[0][0] + fixed:
+                break
+            tried.append(heapq.heappop(heap))
+            row = self._join((first, size), i)
+        if row < 0:
+            row = self._absorb(tried[0][1], size, i, kind)
+        if row < 0:
+            row = self._start((tried[0][1], size), i, kind)
+        for entry in tried:
+            heapq.heappush(heap, entry)
+        return row
+
+    def _absorb(self, rank: int, size: int, i: int, kind: int) -> int:
+        """A row of a wider group around ``rank`` that takes the sample for less than part of a new row; or -1."""
+        most = size * (self.times[kind][i] + self.fixed[kind] // _ABSORBED)
+        for blocks in self.wider:
+            if rank in blocks:
+                row = self._join(blocks[rank], i, most)
+                if row >= 0:
+                    return row
+        return -1
+
+    def _join(self, block: Block, i: int, most: int = _NO_LIMIT) -> int:
+        """The fullest open row of a group that has room for a sample, for at most so much rank-time; or -1."""
+        rows = self.open[block]
+        for position in range(bisect_left(rows, (self.lengths[i],)), len(rows)):
+            left, row = rows[position]
+            kind = self.kind[row]
+            time = self.times[kind][i]
+            if self.bytes[kind][i] <= self.room[row] and block[1] * time <= most:
+                del rows[position]
+                self._fill(rows, left, row, i)
+                self._add(block, time)
+                return row
+        return -1
+
+    def _start(self, block: Block, i: int, kind: int) -> int:
+        """A new row with this sample."""
+        row = len(self.first)
+        self.first.append(block[0])
+        self.kind.append(kind)
+        self.room.append(int(self.kinds.room[kind]))
+        self.places.append(self.most)
+        self._fill(self.open[block], self.capacity[int(self.kinds.width[kind])], row, i)
+        self._add(block, self.times[kind][i] + self.fixed[kind])
+        return row
+
+    def _fill(self, rows: list[tuple[int, int]], left: int, row: int, i: int) -> None:
+        self.places[row] -= 1
+        self.room[row] -= self.bytes[self.kind[row]][i]
+        if self.places[row]:
+            insort(rows, (left - self.lengths[i], row))
+
+    def _add(self, block: Block, time: int) -> None:
+        first, size = block
+        for rank in range(first, first + size):
+            self.loads[rank] += time

@@ -1,0 +1,94 @@
+"""Rows for a step: several targets of the makespan, for each a first placement that is then evened out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, product
+
+import numpy as np
+
+from lightning_dcp.cost import IntArray
+from lightning_dcp.planners.packing.bound import Bound
+from lightning_dcp.planners.packing.construct import construct
+from lightning_dcp.planners.packing.exchange import even_out
+from lightning_dcp.planners.packing.first_fit import first_fit
+from lightning_dcp.planners.packing.improve import improve
+from lightning_dcp.planners.packing.rows import Kinds, Rows
+
+_TARGETS = (100, 110, 125, 150, 200, 300, 75, 50, 35, 25, 10)
+"""Targets of the makespan in percent of the lower bound: samples get the cheapest groups that meet them."""
+_PLACED = 4096
+"""Samples that are placed in all first placements together, if more than two are needed."""
+_POLISHED = 4
+_SEARCHED = 8192
+"""Samples and ranks that are gone through in all single changes together."""
+_LEAST_CHANGES = 8
+
+
+def search(bound: Bound, least: int, max_moves: int) -> Rows:
+    """The best rows found.
+
+    Args:
+        bound: prices of all samples.
+        least: lower bound of the makespan.
+        max_moves: most rounds of exchanges and most single changes, for each placement.
+    """
+    count = len(bound.menu.lengths)
+    # The fewer samples there are, the more a better split of them can gain.
+    enough = least + (least * min(count, 256) >> 14)
+    placed = _placements(bound, least)
+    best = _polished(next(placed), least, enough, max_moves)
+    if best.makespan <= enough:
+        return best
+    others = sorted(islice(placed, max(_PLACED // count, 2)), key=lambda rows: rows.makespan)
+    best = min([best, *others[:1]], key=lambda rows: rows.makespan)
+    for rows in others[: max(_POLISHED, 128 // count)]:
+        best = min(best, _polished(rows, least, enough, max_moves), key=lambda rows: rows.makespan)
+        if best.makespan <= enough:
+            break
+    return best
+
+
+def _placements(bound: Bound, least: int) -> Iterator[Rows]:
+    """First placements, the most promising one first, without repeats."""
+    kinds, met = Kinds(bound.menu), set[bytes]()
+    for percent in _TARGETS:
+        level = bound.cheapest(least * percent // 100)
+        if level.tobytes() not in met:
+            met.add(level.tobytes())
+            yield construct(kinds, _kinds_of(bound, kinds, level))
+    for width, fullest in product(range(len(bound.menu.widths)), (False, True)):
+        level = bound.cheapest_from(width, fullest)
+        if not fullest or (level != bound.cheapest_from(width, False)).any():
+            yield first_fit(kinds, _kinds_of(bound, kinds, level))
+
+
+def _kinds_of(bound: Bound, kinds: Kinds, chosen: IntArray) -> IntArray:
+    """Kinds of the levels that were chosen, with the most recomputed layers of each."""
+    index = np.full(len(bound.levels), -1, dtype=np.int64)
+    for k in np.unique(chosen).tolist():
+        level = bound.levels[k]
+        index[k] = kinds.index((level.width, tuple(level.counts.tolist())))
+    return index[chosen]
+
+
+def _polished(rows: Rows, least: int, enough: int, max_moves: int) -> Rows:
+    """Even out the groups of each width, narrow ones first, then relieve the busiest rank; again while that helps."""
+    rows.settle(np.arange(len(rows.first)))
+    rounds = max_moves
+    changes = min(max_moves, max(_SEARCHED // (len(rows.row_of) + len(rows.loads)), _LEAST_CHANGES))
+    while changes and rows.makespan > max(least, min(enough, _even(rows))):
+        for width in range(len(rows.kinds.sizes)):
+            rounds -= even_out(rows, width, rounds, max(least, _even(rows)))
+        rows.settle(np.arange(len(rows.first)))
+        done = improve(rows, changes, max(least, min(enough, _even(rows))))
+        changes -= done
+        if not done:
+            break
+    return rows
+
+
+def _even(rows: Rows) -> int:
+    """Makespan that exchanges could hardly lower: the mean of all ranks and 1/2048 more."""
+    mean = int(rows.loads.sum()) // len(rows.loads)
+    return mean + (mean >> 11)
