@@ -121,20 +121,28 @@ class Grid:
             raise ValueError(f"{tokens.min()} to {tokens.max()} tokens; allowed are 0 to {MAX_TOKENS}")
         return self._along_tokens(np.arange(len(self.batch_widths) + 1).reshape(-1, *[1] * tokens.ndim), tokens)
 
-    def between(self, rows: IntArray, batch_size: int) -> IntArray:
-        """Values at one batch size, shape ``[Q, ...]``: :meth:`at` for tokens whose :meth:`rows` are known.
+    def between(self, rows: IntArray, batch_sizes: IntArray) -> IntArray:
+        """Values at some batch sizes ``[R]``: :meth:`at` for tokens whose :meth:`rows` ``[Q, B + 1, n]`` are known.
+
+        Returns:
+            Shape ``[Q, R, n]``.
 
         Raises:
-            ValueError: the batch size is below 1 or above :data:`MAX_TOKENS`.
+            ValueError: a batch size is below 1 or above :data:`MAX_TOKENS`.
         """
-        if not 1 <= batch_size <= MAX_TOKENS:
-            raise ValueError(f"batch size {batch_size}; allowed are 1 to {MAX_TOKENS}")
-        row = int(np.searchsorted(self.batch_nodes, batch_size, side="right")) - 1
-        part, width = batch_size - int(self.batch_nodes[row]), self.batch_widths[row]
-        if not part:
-            return np.asarray(rows[:, row])
-        step = rows[:, row + 1] - rows[:, row] if row < len(self.batch_nodes) - 1 else rows[:, row + 1]
-        return np.asarray(np.minimum(rows[:, row] + _scale(step, np.asarray(part), width), MAX_VALUE))
+        if batch_sizes.size and not 1 <= batch_sizes.min() <= batch_sizes.max() <= MAX_TOKENS:
+            raise ValueError(
+                f"batch sizes {batch_sizes.min()} to {batch_sizes.max()}; allowed are 1 to {MAX_TOKENS}"
+            )
+        row = np.searchsorted(self.batch_nodes, batch_sizes, side="right") - 1
+        base = rows[:, row]
+        inside = (row < len(self.batch_nodes) - 1)[:, None]
+        step = rows[:, row + 1] - np.where(inside, base, 0)
+        part, width = (batch_sizes - self.batch_nodes[row])[:, None], self.batch_widths[row][:, None]
+        if (row == row[:1]).all():
+            # Many divisions by the same number are several times as fast.
+            width = width[:1, 0]
+        return np.asarray(np.minimum(base + _scale(step, part, width), MAX_VALUE))
 
     def _along_tokens(self, row: IntArray, token: IntArray) -> IntArray:
         column = np.searchsorted(self.token_nodes, token, side="right") - 1

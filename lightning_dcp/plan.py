@@ -81,12 +81,12 @@ class MicroBatch:
         self._check_fit()
 
     def _holds_integers(self) -> bool:
-        held = (self.sample_ids, self.shapes, self.padded_shape, self.recompute)
-        if set(map(type, held)) != {tuple} or not set(map(type, self.shapes)) <= {tuple}:
+        tuples = (self.sample_ids, self.shapes, self.padded_shape, self.recompute)
+        if set(map(type, tuples)) != {tuple} or not set(map(type, self.shapes)) <= {tuple}:
             return False
-        scalars = (self.first_rank, self.nanoseconds, self.bytes)
         sizes = (self.sp_size, *self.padded_shape, *chain.from_iterable(self.shapes))
-        return _all_ints((*self.sample_ids, *self.recompute, *scalars), 0) and _all_ints(sizes, 1)
+        held = (*self.sample_ids, *self.recompute, self.first_rank, self.nanoseconds, self.bytes, *sizes)
+        return set(map(type, held)) == {int} and min(held) >= 0 < min(sizes) and max(held) < _LIMIT
 
     def _check_integers(self) -> None:
         _check_ints("sample_ids", self.sample_ids, minimum=0)
@@ -380,11 +380,6 @@ def _micro_batch(row: Any) -> MicroBatch:
 
 def _freeze(value: Any) -> Any:
     return tuple(_freeze(item) for item in value) if isinstance(value, list) else value
-
-
-def _all_ints(values: tuple[Any, ...], minimum: int) -> bool:
-    """Whether all values, at least one, are Python's own integers in range; see :func:`_check_ints`."""
-    return set(map(type, values)) == {int} and minimum <= min(values) and max(values) < _LIMIT
 
 
 def _check_ints(name: str, values: Any, *, minimum: int) -> None:

@@ -19,6 +19,8 @@ UNFITTING = 2**62
 """Nanoseconds of a setting that no number of recomputed layers makes fit the memory limit."""
 
 _MAX_COMBINATIONS = 1024
+_AT_ONCE = 2**14
+"""Counts that are looked at together, at least one for each candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,30 +76,40 @@ class Terms:
         counts = np.zeros((*self.constant_time.shape, len(self.layers)), dtype=np.int64)
         short = self.memory(counts, 0) > room
         if short.any() and len(self.layers):
-            counts[short] = self._only(short)._search(room)
+            counts[short] = self.only(short)._search(room)
         return counts
 
-    def _only(self, chosen: NDArray[np.bool_]) -> Terms:
+    def only(self, chosen: NDArray[np.bool_]) -> Terms:
+        """The same for some of the candidates."""
         arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "layers"}
         return replace(self, **arrays)
 
     def _search(self, room: int) -> IntArray:
-        free = int(np.argmax(self.layers))
-        best = np.zeros((len(self.constant_time), len(self.layers)), dtype=np.int64)
-        best_score = np.full(len(best), np.iinfo(np.int64).max)
-        for others in _combinations(self.layers, free):
-            counts = np.tile(np.asarray(others, dtype=np.int64), (len(best), 1))
-            missing = self.memory(counts, 0) - room
-            gain = np.maximum((self.activation - self.layer_input)[:, free], 1)
-            # All layers of a family cost a whole layer's m at the peak, so one less is tried first.
-            for count in (np.clip(-(-missing // gain), 0, self.layers[free] - 1), self.layers[free]):
-                counts[:, free] = count
-                memory = self.memory(counts, 0)
-                # What does not fit is ranked behind all that does, by memory.
-                score = np.where(memory <= room, self.time(counts), UNFITTING + memory)
-                better = score < best_score
-                best[better], best_score[better] = counts[better], score[better]
+        free, total = int(np.argmax(self.layers)), len(self.constant_time)
+        others = np.asarray(list(_combinations(self.layers, free)), dtype=np.int64)
+        every = np.arange(total)
+        best = np.zeros((total, len(self.layers)), dtype=np.int64)
+        best_score = np.full(total, np.iinfo(np.int64).max)
+        step = max(_AT_ONCE // total, 1)
+        for start in range(0, len(others), step):
+            counts = self._completed(others[start : start + step], free, room)
+            memory = self.memory(counts, 0)
+            # What does not fit is ranked behind all that does, by memory.
+            score = np.where(memory <= room, self.time(counts), UNFITTING + memory)
+            first = score.argmin(axis=0)
+            better = score[first, every] < best_score
+            best[better], best_score[better] = counts[first, every][better], score[first, every][better]
         return best
+
+    def _completed(self, others: IntArray, free: int, room: int) -> IntArray:
+        """Counts to try for each combination ``[m, families]`` of the other families, shape ``[2 m, n, families]``."""
+        counts = np.repeat(np.repeat(others, 2, axis=0)[:, None], len(self.constant_time), axis=1)
+        missing = self.memory(counts[::2], 0) - room
+        gain = np.maximum((self.activation - self.layer_input)[:, free], 1)
+        # All layers of a family cost a whole layer's m at the peak, so one less is tried first.
+        counts[::2, :, free] = np.clip(-(-missing // gain), 0, self.layers[free] - 1)
+        counts[1::2, :, free] = self.layers[free]
+        return counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,23 +155,39 @@ class Lines:
         """The same for some of the samples."""
         return replace(self, rows=self.rows[..., chosen])
 
-    def settings(self, batch_size: int, memory_bytes: int, policy: RecomputePolicy = "auto") -> Settings:
-        """:meth:`CostModel.settings` of ``batch_size`` samples of each size, shape ``[n]``."""
-        terms = Terms.from_stack(self.grid.between(self.rows, batch_size), self.layers)
-        return Settings.within(terms, memory_bytes, self.static_bytes, policy)
+    def times(
+        self, batch_sizes: IntArray, memory_bytes: int, policy: RecomputePolicy = "auto"
+    ) -> tuple[IntArray, IntArray]:
+        """:meth:`CostModel.settings` of batch sizes ``[R]`` of each size.
 
-    def least_plain_share(self) -> IntArray:
-        """At most ``T / b`` of any batch size, whatever is recomputed, shape ``[n]``.
-
-        Without recompute ``T`` is a line in ``b`` between two measured batch sizes and beyond the last, so ``T / b``
-        is least at one of them, or is that of the growth beyond.
+        Returns:
+            Nanoseconds, :data:`UNFITTING` where nothing fits, and those without recompute, whatever the memory; each
+            of shape ``[R, n]``.
         """
+        terms = Terms.from_stack(self.grid.between(self.rows, batch_sizes), self.layers)
         none = np.zeros(len(self.layers), dtype=np.int64)
-        times = Terms.from_stack(self.rows, self.layers).time(none)
-        # Each quantity was rounded down once, by less than a nanosecond a layer.
+        plain = terms.time(none)
+        room = memory_bytes - self.static_bytes
+        open_ = terms.memory(none, 0) > room if policy != "full" else np.ones(plain.shape, dtype=bool)
+        if not open_.any():
+            return plain, plain
+        found = plain.copy()
+        found[open_] = Settings.within(terms.only(open_), room, 0, policy).nanoseconds
+        return found, plain
+
+    def plain_line(self) -> tuple[IntArray, IntArray]:
+        """A line below the times of all batch sizes, whatever is recomputed: at one sample, and growth; each ``[n]``.
+
+        Without recompute the time is a line between two measured batch sizes and beyond the last; the flattest of
+        these counts. ``T(b) >= first + growth * (b - 1)``.
+        """
+        times = Terms.from_stack(self.rows, self.layers).time(np.zeros(len(self.layers), dtype=np.int64))
+        times[1:-1] -= times[:-2]
+        # Each quantity of the first and of the asked batch size is rounded down by less than a nanosecond a layer.
         slack = int(self.layers.sum()) + 1
-        widths = np.append(self.grid.batch_nodes, self.grid.batch_widths[-1])
-        return np.asarray(np.maximum((times - slack) // widths[:, None], 0).min(axis=0))
+        widths = self.grid.batch_widths
+        growth = times[1:] // widths[:, None]
+        return times[0] - slack, np.asarray(growth.min(axis=0))
 
 
 def _combinations(layers: IntArray, free: int) -> Iterator[tuple[int, ...]]:

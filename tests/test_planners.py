@@ -28,10 +28,12 @@ from lightning_dcp.planners import (
     lower_bound,
 )
 from lightning_dcp.planners.assembly import Placement, raise_micro_batches
-from lightning_dcp.planners.bound import Shares
-from lightning_dcp.planners.tables import NEVER, Tables
+from lightning_dcp.planners.bound import padded_lower_bound
+from lightning_dcp.planners.padded import ALL, Bounds
+from lightning_dcp.planners.padded.menus import batch_sizes, shares_of
+from lightning_dcp.planners.padded.pour import Item
 from lightning_dcp.topology import World, legal_sp_sizes
-from tests.planning_tools import COST, SIZES, MiB, check, optimum, partitions, request, requests, texts
+from tests.planning_tools import COST, SIZES, MiB, check, optimum, request, requests, texts
 from tests.synthetic import analytic_profile
 
 ROOT = Path(__file__).parent.parent
@@ -79,12 +81,16 @@ def test_balanced_is_never_worse_than_single_samples_on_single_ranks(asked: Plan
 
 def test_single_samples_are_always_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a poor search the promise must still hold, so it cannot rest on the search's quality."""
-    monkeypatch.setattr("lightning_dcp.planners.balanced._TARGETS", (100,))
-    monkeypatch.setattr("lightning_dcp.planners.balanced._SHARES", (1,))
+
+    def poor(self: Any) -> tuple[int, list[Item]]:
+        items = [Item(i, 1, 0, 1, 1) for i in range(len(self._kinds))]
+        return 2**40, items
+
+    monkeypatch.setattr("lightning_dcp.planners.padded.search._Search._poured", poor)
     rng = np.random.default_rng(0)
     for _ in range(20):
         asked = request(texts(*rng.integers(100, 1500, 7).tolist()), 4)
-        assert Balanced(max_moves=0).plan(asked).makespan <= Static().plan(asked).makespan
+        assert Balanced(max_moves=0).plan(asked).makespan == Static().plan(asked).makespan
 
 
 @slow
@@ -158,7 +164,8 @@ def test_bound_optimum_and_makespan_in_order(asked: PlanRequest) -> None:
         return
     best = optimum(asked)
     plan = Balanced().plan(asked)
-    assert lower_bound(asked) == plan.lower_bound <= best <= plan.makespan
+    assert lower_bound(asked) <= plan.lower_bound <= best <= plan.makespan
+    assert lower_bound(asked) <= padded_lower_bound(asked) <= best
 
 
 def test_bound_is_tight_where_nothing_is_lost() -> None:
@@ -168,15 +175,19 @@ def test_bound_is_tight_where_nothing_is_lost() -> None:
     assert Balanced().plan(asked).gap == 0.0
 
 
-@pytest.mark.parametrize("batch_size", [9, 11, 13, 27])
-def test_bound_covers_batch_sizes_that_are_not_tabled(batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [19, 27, 39])
+def test_any_batch_size_counts_and_is_found(batch_size: int) -> None:
+    """Not all batch sizes are tabled; where the limit lies between two of them, both plan and bounds know it."""
     cost = CostModel(analytic_profile((1,), (4,), batch_sizes=(1, 64)))
-    asked = request(texts(*[40] * batch_size), 1, cost=cost, max_batch_size=batch_size)
-    assert batch_size not in cost.batch_sizes(batch_size)
-    plan = Static(batch_size=batch_size).plan(asked)
-    assert plan.makespan == cost.nanoseconds(batch_size, (40,), 1, (0,)) < Balanced().plan(asked).makespan
+    asked = request(texts(*[40] * 2 * batch_size), 1, cost=cost, max_tokens=40 * batch_size)
+    assert batch_size not in batch_sizes(asked, 2 * batch_size)
+    best = 2 * cost.nanoseconds(batch_size, (40,), 1, (0,))
+    plan = Balanced().plan(asked)
+    assert [m.batch_size for m in plan.micro_batches] == [batch_size] * 2
+    assert plan.makespan == best
     # Rounded down for each sample, by less than the slack of each layer.
-    assert 0 <= plan.makespan - plan.lower_bound <= batch_size * 10
+    for bound in (lower_bound(asked), plan.lower_bound, padded_lower_bound(asked)):
+        assert 0 <= best - bound <= 2 * batch_size * 10
 
 
 def test_bound_is_at_least_the_longest_sample_alone() -> None:
@@ -212,17 +223,19 @@ def test_bound_falls_with_more_ranks_memory_and_freedom() -> None:
 
 
 def test_shares_by_brute_force() -> None:
-    asked = request(texts(50, 700), 2, memory=40 * MiB, max_batch_size=6)
-    table = Shares.build(asked)
-    for makespan in (2_000_000, 5_000_000, 12_000_000, 10**9):
+    asked = request(texts(700, 50), 2, memory=40 * MiB, max_batch_size=6)
+    bounds = Bounds.build(asked, ALL)
+    table = shares_of(bounds.menus, bounds.alone.counts)
+    cap = min(menu.cap for menu in bounds.menus)
+    for makespan in (cap // 4, cap // 2, cap):
         for i, (length,) in enumerate(asked.sizes):
             options = []
             for p, b in ((p, b) for p in (1, 2) for b in range(1, 3)):
                 padded = -(-length // p) * p
                 found = COST.settings(p, np.asarray(b), np.asarray(padded), 40 * MiB)
                 if int(found.nanoseconds) <= makespan:
-                    options.append(p * (int(found.nanoseconds) // b))
-            assert int(table.least(makespan)[i]) == min(options, default=2**62)
+                    options.append(p * int(found.nanoseconds) // b)
+            assert int(table.least(makespan)[i]) == min(options, default=2**50)
 
 
 # Feasibility and limits
@@ -319,10 +332,9 @@ def test_samples_shorter_than_their_group_are_tabled_as_they_are_padded(max_toke
     plan = Balanced().plan(asked)
     check(plan, asked)
     assert {m.padded_shape for m in plan.micro_batches} == {(8,)}, "the wide group must pay for this to mean much"
-    tables = Tables.build(asked, Shares.build(asked))
-    fits = max_tokens is None or max_tokens >= 4
-    assert (int(tables.times[4][1, 0]) < NEVER) is fits
-    assert int(tables.times[4][0, 0]) == cost.nanoseconds(1, (8,), 4, (0,))
+    bounds = Bounds.build(asked, ALL)
+    assert bounds.alone.tokens[4].tolist() == [4]
+    assert int(bounds.menus[1].times[0, 0]) == cost.nanoseconds(1, (4,), 4, (0,))
 
 
 def test_max_step_factor_changes_nothing_for_given_samples() -> None:
@@ -373,10 +385,17 @@ def test_recompute_policy(planner: Planner) -> None:
     assert {m.recompute for m in plan.micro_batches} == {(0,)}
 
 
-@pytest.mark.parametrize("planner", PLANNED, ids=repr)
-def test_packing_is_refused(planner: Planner) -> None:
+def test_packing_is_refused_by_what_pads_only() -> None:
+    asked = request(texts(5, 9, 4), 1, packing=True)
     with pytest.raises(ValueError, match="packing=True: this planner pads"):
-        planner.plan(request(texts(5), 1, packing=True))
+        Static().plan(asked)
+    with pytest.raises(ValueError, match="packing=True is not possible with lockstep=True"):
+        Balanced(lockstep=True).plan(asked)
+    with pytest.raises(ValueError, match="packing=True: rows of mixed lengths are not padded"):
+        padded_lower_bound(asked)
+    plan = Balanced().plan(asked)
+    check(plan, asked)
+    assert [m.packed for m in plan.micro_batches] == [True]
 
 
 @pytest.mark.parametrize(
@@ -414,23 +433,6 @@ def test_sizes_that_were_not_profiled_are_not_used() -> None:
 # Balanced in particular
 
 
-def test_partition_is_the_best_cut() -> None:
-    lengths = [900, 850, 400, 390, 380, 60, 50, 40]
-    asked = request(texts(*lengths), 1, memory=60 * MiB)
-    tables = Tables.build(asked, Shares.build(asked))
-    cuts = tables.partition(1, 0, len(lengths), 10**12)
-    assert [start for start, _, _ in cuts] == np.cumsum([0, *(b for _, b, _ in cuts)])[:-1].tolist()
-
-    def cost_of(parts: list[list[int]]) -> int:
-        total = 0
-        for part in parts:
-            longest = max(lengths[i] for i in part)
-            total += int(COST.settings(1, np.asarray(len(part)), np.asarray(longest), 60 * MiB).nanoseconds)
-        return total
-
-    assert sum(t for _, _, t in cuts) == min(cost_of(parts) for parts in partitions(range(len(lengths))))
-
-
 def test_moves_improve_and_are_bounded() -> None:
     lengths = np.random.default_rng(5).lognormal(6, 1.0, 60).astype(int).clip(8, 4000).tolist()
     asked = request(texts(*lengths), 8)
@@ -465,8 +467,9 @@ def test_create() -> None:
             create(name, colour="red")
     with pytest.raises(ValueError, match="'replay' does not take the options"):
         create("replay")
-    with pytest.raises(ValueError, match="'bucket' is unknown; allowed are balanced, replay, static"):
-        create("bucket")
+    with pytest.raises(ValueError, match="'buckets' is unknown; allowed are balanced, bucket"):
+        create("buckets")
+    assert create("balanced", lockstep=True).lockstep
     with pytest.raises(ValueError, match="set them on the object"):
         create(planner, sp_size=2)
     for wrong in (3, Static, None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -53,6 +53,12 @@ def pad(shapes: Sequence[Shape], sp_size: int) -> Shape:
 def shortest(sp_size: int) -> int:
     """Least length of the first axis that ``sp_size`` ranks share; see :func:`pad`."""
     return 2 * sp_size if sp_size > 1 else 1
+
+
+def _padded_axis(lengths: IntArray, sp_sizes: IntArray) -> IntArray:
+    """:func:`pad` of many first axes."""
+    least = np.maximum(lengths, np.where(sp_sizes > 1, 2 * sp_sizes, 1))
+    return np.asarray(-(-least // sp_sizes) * sp_sizes)
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -189,26 +195,34 @@ def assemble(request: PlanRequest, placements: Sequence[Placement], lower_bound:
 
 def _micro_batches(request: PlanRequest, placements: Sequence[Placement]) -> Iterator[MicroBatch]:
     # All looked up at once: a question for each micro-batch would cost more than the planning.
-    edges = np.cumsum([0, *(len(item.members) for item in placements)])
+    counts = [len(item.members) for item in placements]
+    edges = np.cumsum([0, *counts])
     members = np.fromiter(chain.from_iterable(item.members for item in placements), np.int64, int(edges[-1]))
     shapes = request.shapes[members]
     largest = np.maximum.reduceat(shapes, edges[:-1], axis=0)
+    sp_sizes = np.asarray([item.sp_size for item in placements], dtype=np.int64)
     found = _settings_of(request, placements, np.diff(edges), largest)
-    ids, sizes, bounds = request.sample_ids[members].tolist(), list(map(tuple, shapes.tolist())), edges.tolist()
-    recompute = list(map(tuple, found.recompute.tolist()))
-    nanoseconds, held, padded = found.nanoseconds.tolist(), found.bytes.tolist(), largest.tolist()
-    for k, (_, first_rank, sp_size) in enumerate(placements):
-        run = slice(bounds[k], bounds[k + 1])
-        first_axis, *rest = padded[k]
+    padded = np.column_stack([_padded_axis(largest[:, 0], sp_sizes), largest[:, 1:]])
+    ids, sizes = iter(request.sample_ids[members].tolist()), map(tuple, shapes.tolist())
+    rows = zip(
+        placements,
+        counts,
+        map(tuple, padded.tolist()),
+        map(tuple, found.recompute.tolist()),
+        found.nanoseconds.tolist(),
+        found.bytes.tolist(),
+        strict=True,
+    )
+    for (_, first_rank, sp_size), count, padded_shape, recompute, nanoseconds, held in rows:
         yield MicroBatch(
-            sample_ids=tuple(ids[run]),
-            shapes=tuple(sizes[run]),
-            padded_shape=(round_up(max(first_axis, shortest(sp_size)), sp_size), *rest),
+            sample_ids=tuple(islice(ids, count)),
+            shapes=tuple(islice(sizes, count)),
+            padded_shape=padded_shape,
             first_rank=first_rank,
             sp_size=sp_size,
-            recompute=recompute[k],
-            nanoseconds=nanoseconds[k],
-            bytes=held[k],
+            recompute=recompute,
+            nanoseconds=nanoseconds,
+            bytes=held,
         )
 
 
