@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_dcp.accumulation import StepExecutor
 from lightning_dcp.agreement import Agreement
 from lightning_dcp.callback import DCPCallback
-from lightning_dcp.checkpoint import CheckpointedStrategy, Section, plan_settings
+from lightning_dcp.checkpoint import Section, plan_settings
 from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.data.saved import SIZES
 from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
 from lightning_dcp.execution import LossReduction, LossSettings
-from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners import Planner, create
-from lightning_dcp.planners.diagnosis import diagnose
-from lightning_dcp.preparation import Prepared, Settings, Site, prepare
+from lightning_dcp.preparation import Settings, Site, prepare
 from lightning_dcp.profile import Profile
-from lightning_dcp.records import StepRecord
 from lightning_dcp.refusals import check_parameters, check_trainer, explained_optimizers
+from lightning_dcp.running import RunningStrategy
 from lightning_dcp.sequence_parallel.context import LossWeighting
-from lightning_dcp.sequence_parallel.groups import ProcessGroups
 from lightning_dcp.upstream import (
     check_closure,
     set_closure_loss,
@@ -44,19 +42,18 @@ from lightning_dcp.upstream import (
     train_loader,
 )
 
-T = TypeVar("T")
 
-
-class DCPStrategy(CheckpointedStrategy):
+class DCPStrategy(RunningStrategy):
     """Data-Centric Parallel on DeepSpeed ZeRO-1: every step runs by its own plan.
 
     The optimizer step is the one that a single process would do on the same samples, whatever the plan; only the
     time changes. Needs a :class:`~lightning_dcp.data.DCPDataModule` (or another source of a ``DCPLoader``).
 
     Args:
-        planner: ``"balanced"``, ``"static"``, or an object that satisfies ``lightning_dcp.planners.Planner``.
-        sp_sizes: sequence-parallel sizes that plans may use beside 1; by default all that the heads and the world
-            allow.
+        planner: a name, such as ``"balanced"`` or ``"dcp-intra"``, or an object that satisfies
+            ``lightning_dcp.planners.Planner``.
+        sp_sizes: sequence-parallel sizes that plans may use beside 1; by default, of those that the heads and the world
+            allow, the most that divide one another.
         max_batch_size: most samples in one micro-batch.
         max_tokens: most padded tokens of one micro-batch per rank.
         min_micro_batches: ``G_min`` of the paper (Appendix C).
@@ -106,7 +103,7 @@ class DCPStrategy(CheckpointedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:
-        self._settings = Settings(
+        settings = Settings(
             planner=create(planner),
             sp_sizes=_as_tuple("sp_sizes", sp_sizes),
             max_batch_size=max_batch_size,
@@ -124,6 +121,7 @@ class DCPStrategy(CheckpointedStrategy):
         self._user_config = read_config(deepspeed_config)
         check_config(self._user_config)
         super().__init__(
+            settings=settings,
             accelerator=accelerator,
             stage=1,
             config={},  # replaced in setup(), when the model and the precision are known
@@ -133,61 +131,6 @@ class DCPStrategy(CheckpointedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._prepared: Prepared | None = None
-        self._profile: Profile | None = None
-        self._executor: StepExecutor | None = None
-        self._loader: DCPLoader | None = None
-        self._item: DCPBatch | None = None
-        self._last_step: StepRecord | None = None
-        self._hooks = ExitStack()
-
-    # --- what users may ask -------------------------------------------------------------------------------------
-
-    @property
-    def planner(self) -> Planner:
-        """The planner of all steps; known before setup()."""
-        return self._settings.planner
-
-    @property
-    def groups(self) -> ProcessGroups:
-        """Sequence-parallel process groups of the run."""
-        return self._need(self._prepared, "groups").groups
-
-    @property
-    def profile(self) -> Profile:
-        """The profile that plans are made with."""
-        return self._need(self._profile, "profile")
-
-    @property
-    def plan(self) -> IterationPlan:
-        """Plan of the running step, or of the last one."""
-        return self._need(self._item, "plan").plan.iteration
-
-    @property
-    def last_step(self) -> StepRecord:
-        """Record of the last finished step."""
-        return self._need(self._last_step, "last_step")
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples trained so far, over all ranks and epochs."""
-        return self._need(self._loader, "consumed_samples").consumed_samples
-
-    @property
-    def consumed_tokens(self) -> int:
-        """Tokens trained so far, without padding, over all ranks and epochs."""
-        return self._need(self._loader, "consumed_tokens").consumed_tokens
-
-    def explain_gap(self, plan: IterationPlan) -> str:
-        """Why a plan of this run lasts longer than its lower bound: the cause and what can be done, in a sentence."""
-        return diagnose(self._need_loader().request_of(plan), plan)
-
-    def _need(self, value: T | None, name: str) -> T:
-        if value is None:
-            raise RuntimeError(
-                f"DCPStrategy.{name} exists only after setup(): call it inside or after trainer.fit"
-            )
-        return value
 
     # --- setup --------------------------------------------------------------------------------------------------
 
@@ -242,6 +185,18 @@ class DCPStrategy(CheckpointedStrategy):
         )
         if self._resumed is not None:
             loader.load_state_dict(self._resumed.loader)
+            self._name_changed_steps(self._resumed)
+
+    def _name_changed_steps(self, section: Section) -> None:
+        """Say that a planner that draws will make other steps than it would have in the run of the checkpoint."""
+        then = section.settings, section.profile, section.world_size
+        drawn = self.planner.draws and all(section.loader.get(name) is None for name in SIZES)
+        if drawn and then != (plan_settings(self._settings), self.profile, self.world_size):
+            rank_zero_warn(
+                f'planner "{self.planner.name}" draws the samples of each step by settings, profile and number of '
+                "ranks, which are not those of the checkpoint: the rest of the epoch is trained, each sample once, but in "
+                "other steps than without the interruption"
+            )
 
     def process_dataloader(self, dataloader: object) -> object:
         """Take note of the train loader; loaders of evaluation pass."""
@@ -257,19 +212,6 @@ class DCPStrategy(CheckpointedStrategy):
     def _bind(self, loader: DCPLoader, profile: Profile) -> None:
         self._profile = profile
         loader.bind(self._need(self._prepared, "planner").planning(self.global_rank, profile))
-
-    def _need_loader(self) -> DCPLoader:
-        if self._loader is None:
-            raise MisconfigurationException(
-                "DCPStrategy got no DCPLoader for training; it plans steps by the lengths of the samples. Use a "
-                "lightning_dcp.DCPDataModule subclass that sets self.train_dataset in setup()"
-            )
-        return self._loader
-
-    def _forget(self) -> None:
-        self._hooks.close()
-        self._prepared = self._executor = self._profile = None
-        self._loader = self._item = self._last_step = None
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -327,23 +269,6 @@ class DCPStrategy(CheckpointedStrategy):
         set_closure_loss(closure, loss)
         return loss
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a reduction over all ranks inside a micro-batch; elsewhere as under any strategy."""
-        if self._executor is not None and self._executor.refuse_collective("a reduction over all ranks"):
-            return tensor
-        return super().reduce(tensor, *args, **kwargs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a barrier inside a micro-batch; elsewhere as under any strategy."""
-        if self._executor is None or not self._executor.refuse_collective("a barrier"):
-            super().barrier(*args, **kwargs)
-
-    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Refuse a gather over all ranks inside a micro-batch; elsewhere as under any strategy."""
-        if self._executor is not None and self._executor.refuse_collective("all_gather"):
-            return tensor.expand(self.world_size, *tensor.shape)
-        return super().all_gather(tensor, *args, **kwargs)
-
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def checkpoint_section(self) -> Section | None:
@@ -356,10 +281,6 @@ class DCPStrategy(CheckpointedStrategy):
             settings=plan_settings(self._settings),
             loader=self._loader.state_dict(),
         )
-
-    def saving_is_refused(self) -> bool:
-        """Refuse to save inside a micro-batch; the error comes at the end of the step, on every rank."""
-        return self._executor is not None and self._executor.refuse_collective("trainer.save_checkpoint")
 
     def teardown(self) -> None:
         """Give the module back as it was, and stop the loader's workers."""

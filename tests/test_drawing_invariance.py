@@ -31,6 +31,8 @@ from tests.fitting import (
 )
 from tests.pool import Pool, RemoteError
 
+Trained = tuple[list[list[int]], list[str]]
+
 CASE = Case(samples=14, batch=None, steps=8, seed=3)  # type: ignore[arg-type]
 MEMORY = {2: "1200KB", 4: "1150KB"}
 """So little that long samples need several ranks or recomputed layers."""
@@ -104,7 +106,8 @@ def _check_content(
         assert (metrics[0]["stray"], metrics[0]["stray_max"]) == (1.5, 3.0)
 
 
-def _resumed(folder: str, planner: Planner, step: int | None, size: int | None = None) -> list[list[int]]:
+def _resumed(folder: str, planner: Planner, step: int | None, size: int | None = None) -> Trained:
+    """Samples of the trained steps, and what was said about steps that change."""
     case = replace(CASE, world_size=2, steps=-1, batch=size, lr=0.05, masked="none")  # type: ignore[arg-type]
     module, callback = Module(case), DCPCallback()
     kept = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
@@ -117,11 +120,14 @@ def _resumed(folder: str, planner: Planner, step: int | None, size: int | None =
         enable_checkpointing=step is None,
     )
     path = None if step is None else str(Path(folder, f"step={step}.ckpt"))
-    trainer.fit(module, datamodule=Data(case), ckpt_path=path)
-    return [[i for m in record.plan.micro_batches for i in m.sample_ids] for record in callback.records]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=Data(case), ckpt_path=path)
+    said = [str(w.message) for w in caught if "the rest of the epoch is trained" in str(w.message)]
+    return [[i for m in record.plan.micro_batches for i in m.sample_ids] for record in callback.records], said
 
 
-def _stop_and_go(folder: str) -> dict[str, list[list[int]]]:
+def _stop_and_go(folder: str) -> dict[str, Trained]:
     found = {"whole": _resumed(folder, DCPInter(window=6), None)}
     for step in (1, 4):
         found[f"same {step}"] = _resumed(folder, DCPInter(window=6), step)
@@ -132,15 +138,23 @@ def _stop_and_go(folder: str) -> dict[str, list[list[int]]]:
 
 def test_a_run_resumes_with_the_same_steps_or_another_planner(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(_stop_and_go, 2, str(tmp_path), timeout=170.0)[0]
-    whole = found["whole"]
+    whole = found["whole"][0]
     assert sorted(i for ids in whole for i in ids) == sorted([*range(CASE.samples)] * 2)
-    for name, steps in found.items():
+    for name, (steps, said) in found.items():
         done = whole[: int(name.split()[1])] if " " in name else []
         trained = [i for ids in [*done, *steps] for i in ids]
         for epoch in (trained[: CASE.samples], trained[CASE.samples :]):
             assert sorted(epoch) == list(range(CASE.samples)), name
         if name.startswith("same"):
             assert steps == whole[len(done) :], name
+            assert said == []
+        if name.startswith("other"):
+            assert len(said) == 1
+            assert 'planner "floating" draws the samples of each step by settings, profile' in said[0]
+        if name.startswith("fixed"):
+            assert {text[:62] for text in said} == {
+                "The steps of the saved run were drawn by the planner, those of"
+            }
 
 
 def test_the_packed_baseline_is_refused_at_once() -> None:

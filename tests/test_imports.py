@@ -16,6 +16,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("strategy",),
+    ("running",),
     ("callback", "preparation", "profiling", "checkpoint", "selfcheck"),
     ("accumulation",),
     ("execution",),

@@ -1,0 +1,127 @@
+"""What a run of steps holds: what users may ask of it, and what is refused inside a micro-batch."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_dcp.accumulation import StepExecutor
+from lightning_dcp.checkpoint import CheckpointedStrategy
+from lightning_dcp.data.batch import DCPBatch
+from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.plan import IterationPlan
+from lightning_dcp.planners import Planner
+from lightning_dcp.planners.diagnosis import diagnose
+from lightning_dcp.preparation import Prepared, Settings
+from lightning_dcp.profile import Profile
+from lightning_dcp.records import StepRecord
+from lightning_dcp.sequence_parallel.groups import ProcessGroups
+
+T = TypeVar("T")
+
+
+class RunningStrategy(CheckpointedStrategy):
+    """The state of a fit, from setup to teardown.
+
+    Args:
+        settings: the strategy's own arguments.
+        kwargs: as in Lightning's ``DeepSpeedStrategy``.
+    """
+
+    def __init__(self, settings: Settings, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._settings = settings
+        self._prepared: Prepared | None = None
+        self._profile: Profile | None = None
+        self._executor: StepExecutor | None = None
+        self._loader: DCPLoader | None = None
+        self._item: DCPBatch | None = None
+        self._last_step: StepRecord | None = None
+        self._hooks = ExitStack()
+
+    # --- what users may ask -------------------------------------------------------------------------------------
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of all steps; known before setup()."""
+        return self._settings.planner
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """Sequence-parallel process groups of the run."""
+        return self._need(self._prepared, "groups").groups
+
+    @property
+    def profile(self) -> Profile:
+        """The profile that plans are made with."""
+        return self._need(self._profile, "profile")
+
+    @property
+    def plan(self) -> IterationPlan:
+        """Plan of the running step, or of the last one."""
+        return self._need(self._item, "plan").plan.iteration
+
+    @property
+    def last_step(self) -> StepRecord:
+        """Record of the last finished step."""
+        return self._need(self._last_step, "last_step")
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples trained so far, over all ranks and epochs."""
+        return self._need(self._loader, "consumed_samples").consumed_samples
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens trained so far, without padding, over all ranks and epochs."""
+        return self._need(self._loader, "consumed_tokens").consumed_tokens
+
+    def explain_gap(self, plan: IterationPlan) -> str:
+        """Why a plan of this run lasts longer than its lower bound: the cause and what can be done, in a sentence."""
+        return diagnose(self._need_loader().request_of(plan), plan)
+
+    def _need(self, value: T | None, name: str) -> T:
+        if value is None:
+            raise RuntimeError(
+                f"DCPStrategy.{name} exists only after setup(): call it inside or after trainer.fit"
+            )
+        return value
+
+    def _need_loader(self) -> DCPLoader:
+        if self._loader is None:
+            raise MisconfigurationException(
+                "DCPStrategy got no DCPLoader for training; it plans steps by the lengths of the samples. Use a "
+                "lightning_dcp.DCPDataModule subclass that sets self.train_dataset in setup()"
+            )
+        return self._loader
+
+    def _forget(self) -> None:
+        self._hooks.close()
+        self._prepared = self._executor = self._profile = None
+        self._loader = self._item = self._last_step = None
+
+    # --- inside a micro-batch -----------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a reduction over all ranks inside a micro-batch; elsewhere as under any strategy."""
+        if self._executor is not None and self._executor.refuse_collective("a reduction over all ranks"):
+            return tensor
+        return super().reduce(tensor, *args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a barrier inside a micro-batch; elsewhere as under any strategy."""
+        if self._executor is None or not self._executor.refuse_collective("a barrier"):
+            super().barrier(*args, **kwargs)
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Refuse a gather over all ranks inside a micro-batch; elsewhere as under any strategy."""
+        if self._executor is not None and self._executor.refuse_collective("all_gather"):
+            return tensor.expand(self.world_size, *tensor.shape)
+        return super().all_gather(tensor, *args, **kwargs)
+
+    def saving_is_refused(self) -> bool:
+        """Refuse to save inside a micro-batch; the error comes at the end of the step, on every rank."""
+        return self._executor is not None and self._executor.refuse_collective("trainer.save_checkpoint")
