@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
-from tests.pool import Pool, RemoteError
-from tests.resuming import CASE, EPOCHS, STEPS, Momentum, run
+from tests.fitting import Data, make_strategy, make_trainer
+from tests.pool import Pool
+from tests.resuming import CASE, EPOCHS, STEPS, Momentum, Trace, fingerprint, run
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -35,14 +42,102 @@ def test_resuming_after_any_step_is_bit_equal(pool: Pool, tmp_path: Path, worker
         assert resumed[0][0] == resumed[1][0] == whole[0][0], f"resumed after step {step}"
 
 
-def test_another_number_of_ranks_is_refused(pool: Pool, tmp_path: Path) -> None:
-    """Lightning-AI/pytorch-lightning#19585: a sentence on every rank, until checkpoints can be divided anew."""
-    pool.run(run, 2, str(tmp_path), timeout=120.0)
-    with pytest.raises(RemoteError) as caught:
-        pool.run(run, 3, str(tmp_path / "more"), resume=str(tmp_path / "step=2.ckpt"), devices=3, timeout=120.0)
-    assert sorted(caught.value.tracebacks) == [0, 1, 2]
-    for text in caught.value.tracebacks.values():
-        assert "was written by 2 ranks and cannot be resumed on 3" in text
+def _resume_and_listen(folder: str, checkpoint: str, devices: int) -> tuple[Any, int, str]:
+    """Result, how often the model was measured, and warnings of the profile."""
+    from lightning_dcp.profiling import measure, obtain
+
+    measured: list[int] = []
+
+    def measuring(*args: Any) -> Any:
+        measured.append(1)
+        return measure(*args)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(obtain, "measure", measuring)
+        result = run(folder, resume=checkpoint, devices=devices)
+    return (
+        result,
+        len(measured),
+        "\n".join(str(w.message) for w in caught if "checkpoint's profile" in str(w.message)),
+    )
+
+
+def test_the_profile_is_used_again_where_it_fits(pool: Pool, tmp_path: Path) -> None:
+    """meta-pytorch/torchft#292: on other ranks or hardware a new one is made, and the samples to come are the same."""
+    whole = pool.run(run, 2, str(tmp_path), timeout=120.0)[0]
+    checkpoint, elsewhere = tmp_path / "step=3.ckpt", tmp_path / "elsewhere.ckpt"
+    again, measured, warned = pool.run(
+        _resume_and_listen, 2, str(tmp_path / "a"), str(checkpoint), 2, timeout=120.0
+    )[0]
+    assert (again[0], again[1], measured, warned) == (whole[0], whole[1][3:], 0, "")
+    content = torch.load(checkpoint, weights_only=True)
+    profile = json.loads(content["lightning_dcp"]["profile"])
+    profile["identity"]["device"] = "another"
+    content["lightning_dcp"]["profile"] = json.dumps(profile)
+    torch.save(content, elsewhere)
+    for ranks, file, reason in ((2, elsewhere, "device: another / "), (3, checkpoint, "world_size: 2 / 3")):
+        resumed, measured, warned = pool.run(
+            _resume_and_listen, ranks, str(tmp_path / "b"), str(file), ranks, timeout=120.0
+        )[0]
+        assert resumed[1] == whole[1][3:]
+        assert measured == 1
+        assert reason in warned
+
+
+PLACES = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_end")
+
+
+class Everywhere(pl.Callback):
+    """Saves wherever a callback may."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, place: str, trainer: pl.Trainer) -> None:
+        if not trainer.sanity_checking:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step} {place}.ckpt")
+
+
+for _place in PLACES:
+    setattr(Everywhere, _place, lambda self, trainer, *args, place=_place: self.save(place, trainer))
+
+
+class Validated(Momentum):
+    def validation_step(self, *args: Any) -> None:
+        pass
+
+
+class ValidatedData(Data):
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.arange(4.0), batch_size=2)  # type: ignore[arg-type]
+
+
+def _fit_saving(folder: Path | None, resume: Path | None, limits: dict[str, int]) -> Any:
+    module, trace = Validated(CASE), Trace()
+    trainer = make_trainer(
+        make_strategy(CASE),
+        CASE,
+        devices=1,
+        callbacks=[trace, *([Everywhere(folder)] if folder is not None else [])],
+        **{"max_steps": -1, "num_sanity_val_steps": 0, **limits},
+    )
+    trainer.fit(module, datamodule=ValidatedData(CASE), ckpt_path=resume)
+    if folder is not None:
+        trainer.save_checkpoint(folder / f"{trainer.global_step} after.ckpt")
+    return fingerprint(module), trace.steps, trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8, "max_epochs": -1}], ids=["epochs", "steps"])
+def test_wherever_it_was_saved_the_rest_is_trained(pool: Pool, tmp_path: Path, limit: dict[str, int]) -> None:
+    """Lightning alone drops the rest of an epoch that max_steps ends, and cuts the epoch that follows a whole one."""
+    whole = pool.run(_fit_saving, 1, None, None, limit, timeout=60.0)[0]
+    pool.run(_fit_saving, 1, tmp_path, None, {"max_steps": 6, "max_epochs": -1}, timeout=60.0)
+    files = [file for file in sorted(tmp_path.iterdir()) if int(file.name[0]) >= 4]
+    assert {file.stem.split()[1] for file in files} == {*PLACES, "after"}
+    for file in files:
+        resumed = pool.run(_fit_saving, 1, None, file, limit, timeout=60.0)[0]
+        assert resumed == (whole[0], whole[1][int(file.name[0]) :], *whole[2:]), file.name
 
 
 @pytest.mark.launch
@@ -75,7 +170,6 @@ def _launch(folder: Path, kill: str, resume: str) -> subprocess.CompletedProcess
 def _resumed_throughput(folder: str) -> list[float]:
     from lightning_dcp.callback import DCPCallback
     from lightning_dcp.strategy import DCPStrategy
-    from tests.fitting import Data, make_trainer
 
     callback = DCPCallback()
     trainer = make_trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             mapped: dict[str, Any] = torch.load(
                 place, map_location=map_location, weights_only=weights_only, mmap=_is_archive(place)
             )
-        except (RuntimeError, EOFError) as error:
+        except (RuntimeError, EOFError, OSError) as error:
+            # What torch gives for a file whose end is missing.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
             raise MisconfigurationException(
                 f"{place} is no whole checkpoint ({error}); it was cut off, or is something else. Resume from another"
             ) from error

@@ -77,8 +77,10 @@ def _buckets(flat: Tensor, route: Route) -> Iterator[tuple[int, list[Tensor]]]:
         return
     room = [flat.new_empty(size, device=route.device) for _ in range(route.world_size if route.rank == 0 else 0)]
     for start in range(0, len(flat), size):
-        # After the end of a fit the state lies on the CPU, where NCCL reaches nothing.
-        piece = flat[start : start + size].to(route.device)
+        piece = flat[start : start + size]
+        if piece.device.type != route.device.type:
+            # After the end of a fit the state lies on the CPU, where NCCL reaches nothing.
+            piece = piece.to(route.device)
         pieces = [buffer[: len(piece)] for buffer in room]
         dist.gather(piece, pieces or None, dst=0)
         yield start, pieces

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
@@ -22,6 +23,7 @@ from lightning_dcp.checkpoint.files import AtomicCheckpointIO
 from lightning_dcp.checkpoint.gathering import Route
 from lightning_dcp.checkpoint.meeting import Meeting
 from lightning_dcp.checkpoint.optimizer_state import load_state, whole_state
+from lightning_dcp.checkpoint.progress import resumable
 from lightning_dcp.checkpoint.randomness import random_state, restore_random_state
 from lightning_dcp.checkpoint.section import Section, plan_settings, resumed_profile, warn_of_changes
 from lightning_dcp.checkpoint.shards import Shards
@@ -43,6 +45,7 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._resumed: Section | None = None
+        self._last_section: Section | None = None
         self._group_names: list[list[str]] | None = None
         self._meeting: Meeting | None = None
 
@@ -91,6 +94,8 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         assert module is not None
         adapt_averaging(module.trainer.callbacks, module)  # type: ignore[attr-defined]
         self._resumed = None
+        if self._is_fitting():
+            self._last_section = None
         super().setup_environment()
         self._meeting = Meeting(self.global_rank, self.world_size, self._timeout)
 
@@ -100,12 +105,7 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         assert self.lightning_module is not None
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}
         self._group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        for index, group in enumerate(optimizer.param_groups):
-            if not any(p.requires_grad for p in group["params"]):
-                raise MisconfigurationException(
-                    f"parameter group {index} of the optimizer has no parameter with requires_grad=True, which "
-                    "DeepSpeed does not support; leave the group out in configure_optimizers"
-                )
+        _check_optimizer(optimizer)
         return optimizer, schedule
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -144,10 +144,10 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         """
         if not self._meets("saving a checkpoint"):
             return
-        section = self.checkpoint_section()
+        section = self.checkpoint_section() or self._last_section
         if section is not None:
             section = replace(section, random=self._gathered(random_state()))
-            checkpoint = {**checkpoint, Section.KEY: section.to_dict()}
+            checkpoint = {**resumable(checkpoint, section.loader), Section.KEY: section.to_dict()}
         error = None
         if self.is_global_zero:
             try:
@@ -176,7 +176,9 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         return Route(rank=self.global_rank, world_size=self.world_size, device=self.root_device)
 
     def _shards(self) -> Shards | None:
-        return Shards(self.deepspeed_engine) if self.optimizers else None
+        # Not from the engine: after a fit there may be one for evaluation, and the shards are those of the fit.
+        assert self.lightning_module is not None
+        return Shards(self.optimizers[0], self.lightning_module) if self.optimizers else None
 
     def _names(self, shards: Shards) -> list[list[str]]:
         # Where the optimizer comes from the DeepSpeed configuration, it has the trainable parameters.
@@ -198,6 +200,8 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
             checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
             if self._is_fitting() and Section.KEY in checkpoint:
                 self._resumed = Section.from_dict(checkpoint[Section.KEY])
+            elif self._is_fitting() and checkpoint.get("pytorch-lightning_version") == lightning.__version__:
+                checkpoint = resumable(checkpoint, None)
         except Exception as raised:
             error = raised
         raise_together(error, self.world_size, f"reading {checkpoint_path}")
@@ -248,6 +252,30 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         if section is not None and len(section.random) == self.world_size:
             restore_random_state(section.random[self.global_rank])
 
+    def teardown(self) -> None:
+        """Remember where a fit ended, so that it can still be saved after a validation."""
+        self._last_section = self.checkpoint_section() or self._last_section
+        super().teardown()
+
     def _is_fitting(self) -> bool:
         module = self.lightning_module
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse what DeepSpeed would take for something else.
+
+    Raises:
+        MisconfigurationException: with what was got and what to do.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad):
+        raise MisconfigurationException(
+            "configure_optimizers returned an Adagrad, which DeepSpeed replaces by one of its own without groups and "
+            "without the schedule; use another optimizer, such as AdamW or RMSprop"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if not any(p.requires_grad for p in group["params"]):
+            raise MisconfigurationException(
+                f"parameter group {index} of the optimizer has no parameter with requires_grad=True, which DeepSpeed "
+                "does not support; leave the group out in configure_optimizers"
+            )

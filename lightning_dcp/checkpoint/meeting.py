@@ -63,6 +63,8 @@ class Meeting:
         if self._round:
             # Whoever is in this round has left the one before.
             store.delete_key(self._key(self._round - 1, self.rank))
+            if self.rank == 0:
+                store.delete_key(self._key(self._round - 1, "all"))
         self._round += 1
 
     def _key(self, number: int, who: int | str) -> str:

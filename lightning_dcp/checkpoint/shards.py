@@ -57,18 +57,18 @@ class Shard:
 
 
 class Shards:
-    """The groups of a DeepSpeed engine of stage 1, in the order of the user's optimizer.
+    """The groups of a DeepSpeed optimizer of stage 1, in the order of the user's optimizer.
 
     Args:
-        engine: the engine that ``deepspeed.initialize`` returned, with an optimizer.
+        zero: the optimizer that ``deepspeed.initialize`` made of the user's.
+        module: the user's module.
     """
 
-    def __init__(self, engine: Any) -> None:
-        zero = engine.optimizer
+    def __init__(self, zero: Any, module: nn.Module) -> None:
         keeps_float32 = hasattr(zero, "fp32_groups_flat_partition")
         groups = zero.bf16_groups if keeps_float32 else zero.bit16_groups
         flats = zero.fp32_groups_flat_partition if keeps_float32 else zero.single_partition_of_fp32_groups
-        names = {id(p): name for name, p in engine.module.named_parameters()}
+        names = {id(p): name for name, p in module.named_parameters()}
         self.optimizer: torch.optim.Optimizer = zero.optimizer
         """The user's own optimizer, which steps the partitions."""
         self.groups = [
