@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dcp.cost import CostModel
+from lightning_dcp.lengths import length_groups
 from lightning_dcp.plan import IterationPlan
+from lightning_dcp.planners.adapting import for_dataset
 from lightning_dcp.planners.balanced import Balanced
 from lightning_dcp.planners.floating import Floating
+from lightning_dcp.planners.grouped import DCPIntra
 from lightning_dcp.planners.protocol import DrawingPlanner, InfeasibleError, PlanRequest
 from lightning_dcp.planners.static import Static
 from tests.planning_tools import MiB, request, requests, texts
@@ -90,16 +93,16 @@ def test_samples_per_time_would_end_steps_before_long_samples() -> None:
     rng = np.random.default_rng(11)
     cost = CostModel(analytic_profile((1, 2, 4)))
     first_by_work, first_by_samples, everything = [], [], []
-    for _ in range(80):
+    for _ in range(60):
         lengths = np.clip(rng.lognormal(5.5, 1.2, 24), 8, 16_000).astype(int).tolist()
         asked = request(texts(*lengths), 4, cost=cost, memory=10_000 * MiB)
-        plans = [Static().plan(prefix(asked, n)) for n in range(6, 20)]
-        rates = [n / plan.makespan for n, plan in zip(range(6, 20), plans, strict=True)]
-        first_by_samples.append(lengths[6 + int(np.argmax(rates))])
-        first_by_work.append(lengths[6 + int(np.argmax([work_per_time(plan, asked) for plan in plans]))])
+        plans = [Static().plan(prefix(asked, n)) for n in range(8, 16)]
+        rates = [n / plan.makespan for n, plan in zip(range(8, 16), plans, strict=True)]
+        first_by_samples.append(lengths[8 + int(np.argmax(rates))])
+        first_by_work.append(lengths[8 + int(np.argmax([work_per_time(plan, asked) for plan in plans]))])
         everything += lengths
     usual = float(np.mean(np.log(everything)))
-    error = float(np.std(np.log(everything)) / np.sqrt(80))
+    error = float(np.std(np.log(everything)) / np.sqrt(60))
     assert np.mean(np.log(first_by_samples)) - usual > 4 * error
     assert abs(np.mean(np.log(first_by_work)) - usual) < 4 * error
 
@@ -117,3 +120,26 @@ def test_a_planner_that_draws_is_refused() -> None:
     inner = Floating(min_samples=1, max_samples=2)
     with pytest.raises(ValueError, match='"floating" draws the samples of a step by itself'):
         Floating(min_samples=1, max_samples=2, planner=inner)
+
+
+def test_bounds_that_are_not_given_come_from_the_run() -> None:
+    asked = request(texts(*[100] * 30), 4)
+    open_bounds = Floating()
+    for act in (lambda: open_bounds.plan(asked), lambda: open_bounds.lookahead(asked.world)):
+        with pytest.raises(ValueError, match="how many samples a step may have is not said"):
+            act()
+    around = for_dataset(open_bounds, asked.shapes, 8)
+    assert around == Floating(min_samples=4, max_samples=16)
+    assert for_dataset(Floating(max_samples=3), asked.shapes, 8) == Floating(min_samples=3, max_samples=3)
+    given = Floating(min_samples=2, max_samples=6)
+    assert for_dataset(given, asked.shapes, 8) == given
+    assert for_dataset(open_bounds, asked.shapes) is open_bounds
+
+
+def test_grouped_planners_take_the_groups_of_the_whole_dataset() -> None:
+    shapes = np.asarray([[10], [10], [500], [7000]])
+    planner = for_dataset(DCPIntra(length_groups=2), shapes)
+    assert isinstance(planner, DCPIntra)
+    assert planner.edges == length_groups(shapes, 2)
+    assert for_dataset(planner, shapes[:1]) is planner
+    assert for_dataset(Balanced(), shapes, 8) == Balanced()

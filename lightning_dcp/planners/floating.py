@@ -26,8 +26,9 @@ class Floating:
     optimizer whose rate is tuned to one number of samples should know.
 
     Attributes:
-        min_samples: least samples of a step; the last of an epoch may have fewer.
-        max_samples: most samples of a step.
+        min_samples: least samples of a step; the last of an epoch may have fewer. ``None``: half of the run's
+            ``global_batch_size`` (see :func:`~lightning_dcp.planners.adapting.for_dataset`).
+        max_samples: most samples of a step. ``None``: twice the run's ``global_batch_size``.
         candidates: how many ``N`` are planned for each step.
         planner: plans the samples of a step.
 
@@ -35,15 +36,17 @@ class Floating:
         ValueError: a bound is out of range, or the planner draws by itself.
     """
 
-    min_samples: int
-    max_samples: int
+    min_samples: int | None = None
+    max_samples: int | None = None
     candidates: int = 8
     planner: Planner = field(default_factory=Balanced)
     name: str = field(default="floating", init=False)
     draws: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_samples <= self.max_samples or self.candidates < 2:
+        least, most = self.min_samples, self.max_samples
+        known = [bound for bound in (1, least, most) if bound is not None]
+        if known != sorted(known) or self.candidates < 2:
             raise ValueError(
                 f"min_samples={self.min_samples}, max_samples={self.max_samples}, candidates={self.candidates}; "
                 "allowed are 1 <= min_samples <= max_samples and two candidates or more"
@@ -59,9 +62,15 @@ class Floating:
         """As the planner that it uses."""
         return self.planner.lockstep
 
+    def around(self, samples: int) -> Floating:
+        """With bounds where there were none: half and twice this number of samples."""
+        least = max(samples // 2, 1) if self.min_samples is None else self.min_samples
+        most = max(2 * samples, least) if self.max_samples is None else self.max_samples
+        return replace(self, min_samples=min(least, most), max_samples=most)
+
     def lookahead(self, world: World) -> int:  # noqa: ARG002 - other planners need more on more ranks
         """One step and the least of the next, so that the end of the epoch is seen before it comes."""
-        return self.max_samples + self.min_samples
+        return sum(self._bounds())
 
     def plan(self, request: PlanRequest) -> IterationPlan:
         """Plan the best prefix of the offered samples.
@@ -81,14 +90,23 @@ class Floating:
         assert best is not None
         return best[2]
 
+    def _bounds(self) -> tuple[int, int]:
+        if self.min_samples is None or self.max_samples is None:
+            raise ValueError(
+                f"min_samples={self.min_samples}, max_samples={self.max_samples}: how many samples a step may have is "
+                "not said; give both, or the global_batch_size that they are half and twice of"
+            )
+        return self.min_samples, self.max_samples
+
     def _counts(self, offered: int, wanted: int) -> list[int]:
         """Sizes to try, the largest first: of equally good ones it needs the fewest steps."""
-        if offered <= self.min_samples:
+        least, most = self._bounds()
+        if offered <= least:
             return [offered]
-        spaced = np.geomspace(self.min_samples, self.max_samples, self.candidates).round()
+        spaced = np.geomspace(least, most, self.candidates).round()
         counts = sorted({min(int(count), offered) for count in spaced}, reverse=True)
         if offered == wanted:
             return counts
         # The epoch ends here: no step of it should be left with less than the least.
-        whole = [count for count in counts if count == offered or offered - count >= self.min_samples]
-        return whole or [min(offered, self.max_samples)]
+        whole = [count for count in counts if count == offered or offered - count >= least]
+        return whole or [min(offered, most)]
