@@ -194,8 +194,8 @@ class DCPStrategy(RunningStrategy):
         if drawn and then != (plan_settings(self._settings), self.profile, self.world_size):
             rank_zero_warn(
                 f'planner "{self.planner.name}" draws the samples of each step by settings, profile and number of '
-                "ranks, which are not those of the checkpoint: the rest of the epoch is trained, each sample once, but in "
-                "other steps than without the interruption"
+                "ranks, which are not those of the checkpoint: the rest of the epoch is trained, each sample once, but "
+                "in other steps than without the interruption"
             )
 
     def process_dataloader(self, dataloader: object) -> object:
