@@ -260,6 +260,13 @@ def test_infeasible_names_sample_length_need_limit_and_ways_out() -> None:
             assert word in text
         if planner != Static(batch_size=3):
             assert f"at least {need} bytes" in text
+        assert "recompute='auto'" not in text, "no advice to do what is done"
+    for policy in ("none", "full"):
+        other = replace(asked, limits=replace(asked.limits, recompute=policy))
+        with pytest.raises(
+            InfeasibleError, match=rf"recompute '{policy}'.* recompute='auto', a higher memory_limit"
+        ):
+            Balanced().plan(other)
 
 
 def test_infeasible_by_max_tokens_says_so() -> None:

@@ -137,13 +137,17 @@ def test_replay_gives_the_saved_plan_of_the_same_samples(tmp_path: Path) -> None
 def test_replay_refuses_other_samples_and_names_them(tmp_path: Path) -> None:
     asked = request(texts(100, 200, 300), 2)
     replay = saved(tmp_path / "plans.jsonl", Balanced().plan(asked))
-    with pytest.raises(PlanError, match=r"no plan of the step's samples \[110, 111, 112\]; it has 1 plans"):
+    with pytest.raises(PlanError, match=r"the step's samples \[110, 111, 112\]: it ends after one plan") as past:
         replay.plan(later(asked))
+    assert "comes after the saved ones" in str(past.value)
+    assert "max_steps=1" in str(past.value)
     fewer = replace(asked, sample_ids=asked.sample_ids[:2], shapes=asked.shapes[:2])
-    with pytest.raises(PlanError, match=r"\[10, 11\]"):
+    with pytest.raises(
+        PlanError, match=r"\[10, 11\]: .* 2 of these 2 samples in other steps.*past the saved epoch"
+    ):
         replay.plan(fewer)
     many = request(texts(*[5] * 30), 2)
-    with pytest.raises(PlanError, match=r"\[10, 11, 12, 13, 14, 15, 16, 17\] and more"):
+    with pytest.raises(PlanError, match=r"\[10, 11, 12, 13, 14, 15, 16, 17\] and more: .* 3 of these 30"):
         replay.plan(many)
 
 

@@ -157,10 +157,11 @@ def raise_infeasible(request: PlanRequest, position: int, sp_sizes: Sequence[int
     sp_sizes = unpadded
     least, best = min((_least_bytes(request, shape, p), p) for p in sp_sizes)
     if least > limits.memory_bytes:
+        recompute = "" if limits.recompute == "auto" else "recompute='auto', "
         raise InfeasibleError(
             f"{name} needs at least {least} bytes per rank (sp_size {best}, recompute {limits.recompute!r}); "
             f"the limit is {limits.memory_bytes} bytes. Allow more ranks per sequence (sp_sizes up to now: "
-            f"{tuple(sp_sizes)}), recompute='auto', a higher memory_limit, or leave such samples out"
+            f"{tuple(sp_sizes)}), {recompute}a higher memory_limit, or leave such samples out"
         )
     raise InfeasibleError(
         f"{name} has {prod(pad([shape], max(sp_sizes))) // max(sp_sizes)} tokens per rank at sp_size "

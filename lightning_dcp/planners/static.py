@@ -178,9 +178,7 @@ class Replay:
         plan = self._plans.get(frozenset(ids))
         step = f"the step's samples {_some(ids)}"
         if plan is None:
-            raise PlanError(
-                f"{self.file} holds no plan of {step}; it has {len(self._plans)} plans of other samples"
-            )
+            raise PlanError(self._unknown(ids, step))
         if plan.world_size != request.world.world_size:
             raise PlanError(
                 f"the saved plan of {step} is for {plan.world_size} ranks; this run has {request.world.world_size}"
@@ -195,6 +193,23 @@ class Replay:
         for m in plan.micro_batches:
             self._check(m, shapes, request)
         return plan
+
+    def _unknown(self, ids: Sequence[int], step: str) -> str:
+        """Why there may be no plan of these samples, and what to do."""
+        count = len(self._plans)
+        held = "one plan" if count == 1 else f"{count} plans"
+        ways_out = f"end the run with the saved steps (max_steps={count}), save more, or use another planner"
+        known = frozenset().union(*self._plans) & set(ids)
+        if not known:
+            return (
+                f"{self.file} holds no plan of {step}: it ends after {held}, without any of these samples. This step "
+                f"comes after the saved ones, or the data differ; {ways_out}"
+            )
+        return (
+            f"{self.file} holds no plan of {step}: it has {held}, and {len(known)} of these {len(ids)} samples in "
+            "other steps. The run is past the saved epoch, or its seed or global_batch_size differ from those that the plans "
+            f"were saved with; {ways_out}"
+        )
 
     def _check(self, m: MicroBatch, shapes: dict[int, tuple[int, ...]], request: PlanRequest) -> None:
         for sample_id, shape in zip(m.sample_ids, m.shapes, strict=True):
