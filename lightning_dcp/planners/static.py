@@ -207,8 +207,8 @@ class Replay:
             )
         return (
             f"{self.file} holds no plan of {step}: it has {held}, and {len(known)} of these {len(ids)} samples in "
-            "other steps. The run is past the saved epoch, or its seed or global_batch_size differ from those that the plans "
-            f"were saved with; {ways_out}"
+            "other steps. The run is past the saved epoch, or its seed or global_batch_size differ from those that the "
+            f"plans were saved with; {ways_out}"
         )
 
     def _check(self, m: MicroBatch, shapes: dict[int, tuple[int, ...]], request: PlanRequest) -> None:
