@@ -62,7 +62,8 @@ class Grouped(Drawing):
         edges: upper edges of the length groups in tokens, ascending. The edges of the whole dataset
             (:func:`~lightning_dcp.lengths.length_groups`) keep the groups the same in every step. ``None``: the edges
             that pad the samples of the window least, found again in each step.
-        length_groups: most groups that are chosen where ``edges`` is ``None``; 1 to 64.
+        length_groups: most groups that are chosen where ``edges`` is ``None``; 1 to 64. Where few samples are offered
+            there are fewer, one for 128 of them, but 16.
 
     Raises:
         ValueError: an option is out of range.

@@ -14,6 +14,7 @@ from lightning_dcp.planners.grouped.accumulation import equal
 from lightning_dcp.planners.grouped.base import Grouped, check_policy, finish, padding
 from lightning_dcp.planners.grouped.draw import draw
 from lightning_dcp.planners.grouped.groups import Groups
+from lightning_dcp.planners.grouped.menu import Curve, Menus
 from lightning_dcp.planners.grouped.tuning import best_buckets
 from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
 
@@ -68,8 +69,10 @@ class Bucket(Grouped):
         settled, groups = self._settled(request, self.recompute, allowed)
         last = self._is_last(request)
         found = best_buckets(settled, groups, self._fitting(settled, groups, allowed), last)
+        curve = Curve.build(settled, found.sp_size, groups.sizes, groups.counts)
+        menus = Menus(best=found.settings(), curves=[curve])
         accumulate = partial(equal, number=max(request.limits.min_micro_batches, 1))
-        placements = draw(settled, groups, found.menus(), accumulate, last)
+        placements = draw(settled, groups, menus, accumulate, last=last)
         return finish(request, settled.limits.recompute, placements, self.certify)
 
     def _fitting(self, request: PlanRequest, groups: Groups, sp_sizes: tuple[int, ...]) -> tuple[int, ...]:

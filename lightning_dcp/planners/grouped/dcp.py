@@ -11,7 +11,7 @@ from lightning_dcp.planners.assembly import usable_sp_sizes
 from lightning_dcp.planners.grouped.accumulation import micro_batches
 from lightning_dcp.planners.grouped.base import Grouped, finish, padding
 from lightning_dcp.planners.grouped.draw import draw
-from lightning_dcp.planners.grouped.menu import ranked
+from lightning_dcp.planners.grouped.menu import Menus
 from lightning_dcp.planners.protocol import PlanRequest
 
 MAX_STEP_FACTOR = 4.0
@@ -21,6 +21,8 @@ MAX_STEP_FACTOR = 4.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DataCentric(Grouped):
     """The plan of both; they differ in the recomputed layers."""
+
+    full_batches: bool = False
 
     def _plan(self, request: PlanRequest, policy: RecomputePolicy) -> IterationPlan:
         request = padding(request)
@@ -35,8 +37,10 @@ class _DataCentric(Grouped):
             max_step_factor=MAX_STEP_FACTOR if limits.max_step_factor is None else limits.max_step_factor,
             min_micro_batches=limits.min_micro_batches,
         )
-        menus = ranked(settled, sizes, groups.sizes, groups.counts)
-        placements = draw(settled, groups, menus, accumulate, self._is_last(request))
+        menus = Menus.build(settled, sizes, groups.sizes, groups.counts)
+        placements = draw(
+            settled, groups, menus, accumulate, last=self._is_last(request), shorten=not self.full_batches
+        )
         return finish(request, settled.limits.recompute, placements, self.certify)
 
 
@@ -52,8 +56,12 @@ class DCPInter(_DataCentric):
     - ``limits.recompute`` wins where it is ``"none"`` or ``"full"``.
     - ``limits.packing`` is not used: samples are padded.
 
-    Steps differ in their number of samples. The options are those of
-    :class:`~lightning_dcp.planners.grouped.base.Grouped`.
+    Steps differ in their number of samples.
+
+    Attributes:
+        full_batches: keep the batches of most throughput however much time is idle, as the paper's text has it; the
+            paper takes samples of each length to be without end. Otherwise shorter ones are tried where 5 % are idle.
+            The other options are those of :class:`~lightning_dcp.planners.grouped.base.Grouped`.
     """
 
     name: str = field(default="dcp-inter", init=False)

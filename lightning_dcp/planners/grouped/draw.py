@@ -10,20 +10,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_dcp.cost import INFEASIBLE, IntArray
-from lightning_dcp.planners.assembly import Placement, settings_within
+from lightning_dcp.cost import IntArray
+from lightning_dcp.planners.assembly import Placement
 from lightning_dcp.planners.grouped.accumulation import Kinds, share
 from lightning_dcp.planners.grouped.blocks import FreeBlocks
 from lightning_dcp.planners.grouped.groups import Groups
-from lightning_dcp.planners.grouped.menu import Setting, by_throughput
+from lightning_dcp.planners.grouped.menu import Menus, Setting
 from lightning_dcp.planners.protocol import PlanRequest
-
-Menus = Sequence[Sequence[Setting]]
-"""For each group the settings to choose from, the best first."""
 
 Accumulate = Callable[[Kinds], tuple[IntArray, int]]
 """Micro-batches of each kind of batch and the nanoseconds of the step, as
 :func:`~lightning_dcp.planners.grouped.accumulation.micro_batches` gives them."""
+
+
+_Settings = Sequence[Sequence[Setting]]
+
+_MUCH_IDLE = 5
+"""Percent of the ranks' time; below, batches are not made shorter."""
 
 
 class Batch(NamedTuple):
@@ -42,19 +45,25 @@ class Draw:
         batches: in the order in which they were opened.
         accumulated: ``g`` of each batch.
         nanoseconds: predicted time of the step.
-        tokens: of the samples that it takes.
-        short: ranks are left that a batch could use, had there been more samples.
+        worth: rank-nanoseconds that its samples would take with the best settings of their groups.
+        short: much of the ranks' time is idle.
     """
 
     batches: Sequence[Batch]
     accumulated: Sequence[int]
     nanoseconds: int
-    tokens: int
+    worth: int
     short: bool
 
 
 def draw(
-    request: PlanRequest, groups: Groups, menus: Menus, accumulate: Accumulate, last: bool
+    request: PlanRequest,
+    groups: Groups,
+    menus: Menus,
+    accumulate: Accumulate,
+    *,
+    last: bool,
+    shorten: bool = True,
 ) -> list[Placement]:
     """The micro-batches of a step.
 
@@ -63,55 +72,73 @@ def draw(
     free ranks waits for the next step. When all ranks are given out, ``g`` is chosen and the batches take their
     samples, the first ones of each group.
 
-    Where the samples end before the ranks do, batches are cut: into halves, quarters and so on, and at single
-    samples onto wider groups, whichever of these trains most tokens per second, the step's end included.
+    Full batches are long, and no ``g`` within the limits balances times of 3 and 4 seconds, or groups that have too
+    few samples for two of them. So where 5 % of the time are idle the settings of shorter batches are tried (fewer
+    samples, or wider groups for long ones), in steps of a third, as long as 5 % are idle; the draw is taken that makes
+    the best use of the time, the step's end included, in terms of the best settings (Eq. 1 and 2 together).
 
     Args:
         request: the offered samples.
         groups: the same samples in groups.
-        menus: settings of each group; the group of the first sample has one at least.
+        menus: settings of each group, one at least.
         accumulate: chooses ``g``.
         last: no further samples will be offered, so that micro-batches may be smaller than their batch.
+        shorten: whether shorter batches are tried.
     """
-    found = _draw(request, groups, menus, accumulate, last)
-    if found.short:
-        sync = request.cost.profile.sync_time
-        for smaller in _smaller(request, groups, menus):
-            other = _draw(request, groups, smaller, accumulate, last)
-            if other.tokens * (found.nanoseconds + sync) > found.tokens * (other.nanoseconds + sync):
-                found = other
-            if not other.short:
-                break
+    worth = [menu[0].sp_size * menu[0].nanoseconds // menu[0].batch_size for menu in menus.best]
+    sync = request.cost.profile.sync_time
+    found = other = _draw(request, groups, menus.best, worth, accumulate, last)
+    for limit in _limits(menus):
+        if not (shorten and other.short):
+            break
+        other = _draw(request, groups, menus.within(limit).best, worth, accumulate, last)
+        if other.worth * (found.nanoseconds + sync) > found.worth * (other.nanoseconds + sync):
+            found = other
     return _take(groups, found)
 
 
-def _draw(request: PlanRequest, groups: Groups, menus: Menus, accumulate: Accumulate, last: bool) -> Draw:
-    batches, short = _open(request, groups, menus)
-    kinds = Counter((batch.group, batch.setting) for batch in batches)
-    supply = _supply(kinds, groups.counts.tolist(), last)
-    totals, nanoseconds = accumulate(
-        Kinds(
-            nanoseconds=_array(max(setting.nanoseconds, 1) for _, setting in kinds),
-            sp_sizes=_array(setting.sp_size for _, setting in kinds),
-            counts=_array(kinds.values()),
-            supply=_array(supply),
-        )
+def _limits(menus: Menus) -> Iterator[int]:
+    """Two thirds of the longest time, two thirds of these and so on, down to single samples."""
+    limit = max(menu[0].nanoseconds for menu in menus.best)
+    shortest = min(setting.nanoseconds // setting.batch_size for menu in menus.best for setting in menu)
+    while limit > shortest:
+        limit = 2 * limit // 3
+        yield limit
+
+
+def _draw(
+    request: PlanRequest,
+    groups: Groups,
+    menus: _Settings,
+    worth: Sequence[int],
+    accumulate: Accumulate,
+    last: bool,
+) -> Draw:
+    batches = _open(request, groups, menus)
+    numbers = Counter((batch.group, batch.setting) for batch in batches)
+    kinds = Kinds(
+        nanoseconds=_array(max(setting.nanoseconds, 1) for _, setting in numbers),
+        sp_sizes=_array(setting.sp_size for _, setting in numbers),
+        counts=_array(numbers.values()),
+        supply=_array(_supply(numbers, groups.counts.tolist(), last)),
     )
-    shares = {kind: share(int(total), kinds[kind]) for kind, total in zip(kinds, totals, strict=True)}
+    totals, nanoseconds = accumulate(kinds)
+    work = int((totals * kinds.sp_sizes * kinds.nanoseconds).sum())
+    shares = {kind: share(int(total), numbers[kind]) for kind, total in zip(numbers, totals, strict=True)}
     taken: Counter[int] = Counter()
-    for (group, setting), total in zip(kinds, totals, strict=True):
-        taken[group] += int(total) * setting.batch_size
+    for (group, setting), total in zip(numbers, totals.tolist(), strict=True):
+        taken[group] += total * setting.batch_size
     return Draw(
         batches=batches,
         accumulated=[shares[batch.group, batch.setting].pop(0) for batch in batches],
         nanoseconds=nanoseconds,
-        tokens=sum(groups.tokens_of(k, min(n, int(groups.counts[k]))) for k, n in taken.items()),
-        short=short,
+        worth=sum(worth[k] * min(n, int(groups.counts[k])) for k, n in taken.items()),
+        short=work * 100 < request.world.world_size * nanoseconds * (100 - _MUCH_IDLE),
     )
 
 
-def _open(request: PlanRequest, groups: Groups, menus: Menus) -> tuple[list[Batch], bool]:
-    """Batches in the order of the samples that opened them, and whether there were too few."""
+def _open(request: PlanRequest, groups: Groups, menus: _Settings) -> list[Batch]:
+    """Batches in the order of the samples that opened them."""
     free = FreeBlocks(request.world)
     counts = groups.counts.tolist()
     # The next sample of each group without a place; members ascend, so no other sample needs to be looked at.
@@ -128,7 +155,7 @@ def _open(request: PlanRequest, groups: Groups, menus: Menus) -> tuple[list[Batc
         places[k] += setting.batch_size
         if places[k] < counts[k]:
             heapq.heappush(waiting, (int(groups.members(k)[places[k]]), k))
-    return batches, any(free.has(p) for p in _sp_sizes(menus))
+    return batches
 
 
 def _supply(kinds: Counter[tuple[int, Setting]], counts: Sequence[int], last: bool) -> list[int]:
@@ -162,39 +189,6 @@ def _take(groups: Groups, found: Draw) -> list[Placement]:
                     placed[i].append(Placement(tuple(chosen.tolist()), first_rank, setting.sp_size))
     order = sorted(range(len(placed)), key=lambda i: found.batches[i].first_rank)
     return [placement for i in order for placement in placed[i]]
-
-
-def _smaller(request: PlanRequest, groups: Groups, menus: Menus) -> Iterator[Menus]:
-    """The menus with smaller batches down to single samples, then these on wider groups only."""
-    sp_sizes = _sp_sizes(menus)
-    largest = max(setting.batch_size for menu in menus for setting in menu)
-    parts = 1
-    while parts < largest:
-        parts *= 2
-        yield _cut(request, groups, menus, parts, sp_sizes[0])
-    first = int(np.argmin(groups.order[groups.starts[:-1]]))
-    for p in sp_sizes[1:]:
-        if menus[first][-1:] and max(setting.sp_size for setting in menus[first]) >= p:
-            yield _cut(request, groups, menus, parts, p)
-
-
-def _cut(request: PlanRequest, groups: Groups, menus: Menus, parts: int, narrowest: int) -> Menus:
-    """The menus with batches cut into so many parts, on groups of ``narrowest`` ranks and more."""
-    found: list[list[Setting]] = [[] for _ in menus]
-    for p in _sp_sizes(menus):
-        rows = [(k, -(-s.batch_size // parts)) for k, menu in enumerate(menus) for s in menu if s.sp_size == p]
-        if p < narrowest or not rows:
-            continue
-        groups_of, batch_sizes = (np.asarray(column, dtype=np.int64) for column in zip(*rows, strict=True))
-        times = settings_within(request, p, batch_sizes, groups.sizes[groups_of]).nanoseconds
-        for (k, b), time in zip(rows, times.tolist(), strict=True):
-            if time < INFEASIBLE:
-                found[k].append(Setting(p, b, time))
-    return [sorted(menu, key=by_throughput) for menu in found]
-
-
-def _sp_sizes(menus: Menus) -> list[int]:
-    return sorted({setting.sp_size for menu in menus for setting in menu})
 
 
 def _array(values: Iterable[int]) -> IntArray:

@@ -16,8 +16,9 @@ from lightning_dcp.planners.protocol import PlanRequest
 _BITS = 6
 """Leading binary digits of a length that the edges are chosen by: at most 3 % above it."""
 
-_LEAST_MEMBERS = 16
-"""Samples offered for each group of tokens that is chosen: finer groups would fill no batches."""
+_MEMBERS, _LEAST_GROUPS = 128, 16
+"""Samples offered for each group of tokens that is chosen: finer groups fill no batches. With 16 groups padding is
+small."""
 
 _SIDES = 8
 """Most groups of each further axis. Few are enough: images and videos come in few resolutions."""
@@ -120,8 +121,9 @@ class Groups:
 
 def _by_tokens(tokens: IntArray, edges: Sequence[int] | None, max_groups: int) -> IntArray:
     if edges is None:
+        count = min(max_groups, max(len(tokens) // _MEMBERS, _LEAST_GROUPS))
         # Rounded up, since the dynamic program takes time with the square of the different lengths.
-        edges = length_groups(_rounded_up(tokens), max(min(max_groups, len(tokens) // _LEAST_MEMBERS), 1))
+        edges = length_groups(_rounded_up(tokens), count)
     return np.searchsorted(np.asarray(edges, dtype=np.int64), tokens)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ from lightning_dcp.cost import INFEASIBLE, CostModel, IntArray
 from lightning_dcp.planners.assembly import may_share, padded_tokens
 from lightning_dcp.planners.protocol import Limits, PlanRequest
 
-_TOLERANCE = 1e-4
+_TOLERANCE = 0.005
 """Throughputs that differ by less are equal; of equal settings the shortest micro-batch balances best."""
 
 
@@ -22,64 +24,162 @@ class Setting(NamedTuple):
     batch_size: int
     nanoseconds: int
 
+    def towards(self, larger: Setting, limit: int) -> Setting:
+        """The largest batch up to a larger one that lasts ``limit`` nanoseconds, if the time between is a line."""
+        samples, time = larger.batch_size - self.batch_size, max(larger.nanoseconds - self.nanoseconds, 1)
+        more = min((limit - self.nanoseconds) * samples // time, samples)
+        return Setting(self.sp_size, self.batch_size + more, self.nanoseconds + more * time // samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Curve:
+    """Times of the batches of all groups at one ``p``, at the batch sizes that were looked at.
+
+    Attributes:
+        sp_size: ``p``.
+        group: group of each point, ascending; int64 ``[points]``.
+        batch_sizes: ``b``, ascending within a group from 1.
+        nanoseconds: ``T``.
+    """
+
+    sp_size: int
+    group: IntArray
+    batch_sizes: IntArray
+    nanoseconds: IntArray
+
+    @classmethod
+    def build(cls, request: PlanRequest, sp_size: int, sizes: IntArray, counts: IntArray) -> Curve:
+        """Look for the least ``T / b`` of each group among ALL integers ``b`` within the limits.
+
+        Branch and bound: a range of batch sizes whose lower bound is not 0.5 % below the best ``T / b`` found is left
+        out, the others are halved. The samples of a group count as long as the largest of them. Recomputed layers are
+        as ``limits.recompute`` says.
+
+        Args:
+            request: cost model and limits.
+            sp_size: ``p``.
+            sizes: largest sizes of each group, ``[K, axes]``.
+            counts: samples of each group; no batch is larger.
+        """
+        cost, limits = request.cost, request.limits
+        tokens = padded_tokens(sizes, sp_size)
+        group, low, high = _ranges(cost, _most(limits, sp_size, sizes, counts))
+        best = np.full(len(sizes), np.inf)
+        tried = [(group[:0], low[:0], low[:0])]
+        while len(group):
+            time, least = cost.least_share(
+                sp_size, (low, high), tokens[group], limits.memory_bytes, limits.recompute
+            )
+            fits = time < INFEASIBLE
+            tried.append((group[fits], low[fits], time[fits]))
+            np.minimum.at(best, group[fits], time[fits] / low[fits])
+            open_ = fits & (low < high) & (least * (1 + _TOLERANCE) < best[group])
+            group, low, high = group[open_], low[open_], high[open_]
+            middle = (low + high) // 2
+            group, low, high = np.tile(group, 2), np.append(low, middle + 1), np.append(middle, high)
+        group, low, time = (np.concatenate(column) for column in zip(*tried, strict=True))
+        order = np.lexsort((low, group))
+        group, low, time = group[order], low[order], time[order]
+        new = np.append(True, (group[1:] != group[:-1]) | (low[1:] != low[:-1]))[: len(group)]
+        return cls(sp_size=sp_size, group=group[new], batch_sizes=low[new], nanoseconds=time[new])
+
+    def best(self) -> dict[int, Setting]:
+        """For each group that fits the setting of most throughput; of nearly equal ones the shortest."""
+        shares = self.nanoseconds / self.batch_sizes
+        least = np.full(int(self.group.max(initial=-1)) + 1, np.inf)
+        np.minimum.at(least, self.group, shares)
+        good = np.flatnonzero(shares <= least[self.group] * (1 + _TOLERANCE))
+        order = good[np.lexsort((self.batch_sizes[good], self.nanoseconds[good], self.group[good]))]
+        found, first = np.unique(self.group[order], return_index=True)
+        return {int(k): self._setting(int(i)) for k, i in zip(found, order[first], strict=True)}
+
+    def within(self, limit: int, most: Mapping[int, int]) -> dict[int, Setting]:
+        """For each group the largest batch of about ``limit`` nanoseconds, single samples however long they last.
+
+        Between two points of the curve the time is taken to be a line.
+
+        Args:
+            limit: nanoseconds.
+            most: largest batch of each group; other groups are left out.
+        """
+        caps = np.zeros(int(self.group.max(initial=-1)) + 1, dtype=np.int64)
+        for k, cap in most.items():
+            caps[k] = cap
+        usable = self.batch_sizes <= caps[self.group]
+        short = usable & ((self.nanoseconds <= limit) | (self.batch_sizes == 1))
+        found = {}
+        for k, i in zip(*(column.tolist() for column in _lasts(self.group, short)), strict=True):
+            setting = self._setting(i)
+            if i + 1 < len(usable) and usable[i + 1] and self.group[i + 1] == k and setting.nanoseconds < limit:
+                setting = setting.towards(self._setting(i + 1), limit)
+            found[k] = setting
+        return found
+
+    def _setting(self, index: int) -> Setting:
+        return Setting(self.sp_size, int(self.batch_sizes[index]), int(self.nanoseconds[index]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Menus:
+    """What the batches of each group may be.
+
+    Attributes:
+        best: for each group one setting for each ``p``, the most throughput ``b s / (p T)`` (Eq. 1) first.
+        curves: the times of smaller batches.
+    """
+
+    best: Sequence[Sequence[Setting]]
+    curves: Sequence[Curve]
+
+    @classmethod
+    def build(cls, request: PlanRequest, sp_sizes: Sequence[int], sizes: IntArray, counts: IntArray) -> Menus:
+        """The settings of most throughput.
+
+        With ``limits.recompute="auto"`` the fewest recomputed layers that fit (Algorithm 1 as meant: it compares
+        throughput, and every ``r`` that an integer ``b`` leads to), with ``"full"`` all of them (DCP-inter).
+
+        Args:
+            request: cost model and limits.
+            sp_sizes: ``p`` to choose from, ascending.
+            sizes: largest sizes of each group, ``[K, axes]``.
+            counts: samples of each group; no batch is larger.
+        """
+        curves = [Curve.build(request, p, sizes, counts) for p in sp_sizes]
+        found = [curve.best() for curve in curves]
+        best = [sorted((of[k] for of in found if k in of), key=by_throughput) for k in range(len(sizes))]
+        return cls(best=best, curves=curves)
+
+    def within(self, limit: int) -> Menus:
+        """The menus with batches of at most about ``limit`` nanoseconds: fewer samples, or wider groups only.
+
+        A group that no setting ends in time keeps its fastest.
+        """
+        found: list[list[Setting]] = [[] for _ in self.best]
+        for curve in self.curves:
+            most = {
+                k: s.batch_size for k, menu in enumerate(self.best) for s in menu if s.sp_size == curve.sp_size
+            }
+            for k, setting in curve.within(limit, most).items():
+                found[k].append(setting)
+        best = [
+            sorted((s for s in menu if s.nanoseconds <= limit), key=by_throughput)
+            or [min(menu, key=lambda s: (s.nanoseconds, s.sp_size))]
+            for menu in found
+        ]
+        return Menus(best=best, curves=self.curves)
+
 
 def ranked(
-    request: PlanRequest, sp_sizes: tuple[int, ...], sizes: IntArray, counts: IntArray
-) -> list[list[Setting]]:
-    """For each group its best setting for each ``p`` that it fits, the most throughput ``b s / (p T)`` first.
-
-    The samples of a group count as long as the largest of them. Recomputed layers are as ``limits.recompute`` says:
-    with ``"auto"`` the fewest that fit (Algorithm 1 as meant: it compares throughput, and every ``r`` that an integer
-    ``b`` leads to), with ``"full"`` all of them (DCP-inter).
-
-    Args:
-        request: cost model and limits.
-        sp_sizes: ``p`` to choose from, ascending.
-        sizes: largest sizes of each group, ``[K, axes]``.
-        counts: samples of each group; no batch is larger.
-    """
-    best = [(p, *best_batch_sizes(request, p, sizes, counts)) for p in sp_sizes]
-    return [
-        sorted(
-            (Setting(p, int(b[k]), int(t[k])) for p, b, t in best if t[k] < INFEASIBLE),
-            key=by_throughput,
-        )
-        for k in range(len(sizes))
-    ]
+    request: PlanRequest, sp_sizes: Sequence[int], sizes: IntArray, counts: IntArray
+) -> Sequence[Sequence[Setting]]:
+    """:attr:`Menus.best` of these groups; the arguments are those of :meth:`Menus.build`."""
+    return Menus.build(request, sp_sizes, sizes, counts).best
 
 
 def by_throughput(setting: Setting) -> tuple[float, int]:
     """Key that sorts settings of one group by falling throughput (Eq. 1)."""
     # A division of two integers below 2**53 is the same on every machine.
     return setting.sp_size * setting.nanoseconds / setting.batch_size, setting.sp_size
-
-
-def best_batch_sizes(
-    request: PlanRequest, sp_size: int, sizes: IntArray, counts: IntArray
-) -> tuple[IntArray, IntArray]:
-    """For each group the ``b`` of least ``T / b`` at one ``p`` among ALL integers within the limits, and its ``T``.
-
-    Branch and bound: a range of batch sizes whose lower bound is not below the best ``T / b`` found is left out, the
-    others are halved. The result is within 0.01 % of the optimum.
-
-    Returns:
-        Batch sizes and nanoseconds, int64 ``[K]``; :data:`INFEASIBLE` where not even one sample fits.
-    """
-    cost, limits = request.cost, request.limits
-    tokens = padded_tokens(sizes, sp_size)
-    group, low, high = _ranges(cost, _most(limits, sp_size, sizes, counts))
-    best = np.full(len(sizes), np.inf)
-    tried = [(group[:0], low[:0], low[:0])]
-    while len(group):
-        time, least = cost.least_share(sp_size, (low, high), tokens[group], limits.memory_bytes, limits.recompute)
-        fits = time < INFEASIBLE
-        tried.append((group[fits], low[fits], time[fits]))
-        np.minimum.at(best, group[fits], time[fits] / low[fits])
-        open_ = fits & (low < high) & (least * (1 + _TOLERANCE) < best[group])
-        group, low, high = group[open_], low[open_], high[open_]
-        middle = (low + high) // 2
-        group, low, high = np.tile(group, 2), np.append(low, middle + 1), np.append(middle, high)
-    return _shortest(best, *(np.concatenate(column) for column in zip(*tried, strict=True)))
 
 
 def largest_batches(
@@ -112,17 +212,11 @@ def largest_batches(
     return low, cost.settings(sp_size, low, tokens, limits.memory_bytes, limits.recompute).nanoseconds
 
 
-def _shortest(
-    best: NDArray[np.float64], group: IntArray, low: IntArray, time: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Of the settings of each group that reach its best ``T / b``, the one of least time."""
-    good = time / low <= best[group] * (1 + _TOLERANCE)
-    group, low, time = group[good], low[good], time[good]
-    order = np.lexsort((low, time, group))
-    found, first = np.unique(group[order], return_index=True)
-    batch_sizes, times = np.ones(len(best), dtype=np.int64), np.full(len(best), INFEASIBLE)
-    batch_sizes[found], times[found] = low[order][first], time[order][first]
-    return batch_sizes, times
+def _lasts(group: IntArray, chosen: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """Groups with chosen points, and the index of the last of each."""
+    index = np.flatnonzero(chosen)
+    last = np.append(group[index][1:] != group[index][:-1], True)[: len(index)]
+    return group[index[last]], index[last]
 
 
 def _most(limits: Limits, sp_size: int, sizes: IntArray, counts: IntArray) -> IntArray:

@@ -37,7 +37,7 @@ class Buckets:
     nanoseconds: IntArray
     cost: tuple[int, int]
 
-    def menus(self) -> list[list[Setting]]:
+    def settings(self) -> list[list[Setting]]:
         """One setting for each group."""
         rows = zip(self.batch_sizes.tolist(), self.nanoseconds.tolist(), strict=True)
         return [[Setting(self.sp_size, b, time)] for b, time in rows]
