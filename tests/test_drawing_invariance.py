@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dcp.callback import DCPCallback
 from lightning_dcp.plan import IterationPlan
-from lightning_dcp.planners import Planner, Static
+from lightning_dcp.planners import Balanced, Planner, Static
 from lightning_dcp.planners.floating import Floating
 from lightning_dcp.planners.grouped import Bucket, DCPInter, DCPIntra, PackedBaseline
 from tests.drawing_tools import Alternate
@@ -163,6 +163,13 @@ def test_the_packed_baseline_is_refused_at_once() -> None:
     for planner in (PackedBaseline(), "packed"):
         with pytest.raises(ValueError, match=r'planner "packed" puts several samples into one row.*simulated'):
             DCPStrategy(planner=planner)
+
+
+def test_lockstep_is_refused_at_once() -> None:
+    from lightning_dcp.strategy import DCPStrategy
+
+    with pytest.raises(ValueError, match=r"plans in lockstep, for engines that communicate in every micro-batch"):
+        DCPStrategy(planner=Balanced(lockstep=True))
 
 
 class Rows:

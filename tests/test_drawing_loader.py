@@ -19,7 +19,10 @@ from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.data.module import DCPDataModule
 from lightning_dcp.data.planning import samples_of
 from lightning_dcp.data.sampler import StepSampler
+from lightning_dcp.lengths import length_groups
 from lightning_dcp.plan import IterationPlan, MicroBatch, PlanError
+from lightning_dcp.planners import Floating
+from lightning_dcp.planners.grouped import DCPInter
 from lightning_dcp.planners.protocol import DrawingPlanner, PlanRequest
 from lightning_dcp.topology import World
 from tests.data_tools import LENGTHS, RoundRobin, Tokens, TokensModule, context, ids_of, loader_of
@@ -200,6 +203,11 @@ class Elsewhere(Drawing):
         return replace(super().plan(request), world_size=2)
 
 
+class Lockstep(Drawing):
+    def plan(self, request: PlanRequest) -> IterationPlan:
+        return replace(super().plan(request), lockstep=True)
+
+
 class Packing(Drawing):
     def plan(self, request: PlanRequest) -> IterationPlan:
         plan = super().plan(request)
@@ -216,7 +224,7 @@ class Packing(Drawing):
             Packing(),
             "with a packed row of several samples; such plans can be made and simulated but not trained yet",
         ),
-        (Drawing(lookahead=0), "wants 0 samples to choose from; lookahead(world) must return an integer from 1"),
+        (Lockstep(), "gave a plan for 1 ranks that is in lockstep, which this engine does not run"),
     ],
 )
 def test_what_a_run_cannot_have_is_refused_on_every_rank(planner: Any, sentence: str) -> None:
@@ -229,8 +237,36 @@ def test_a_planner_that_does_not_say_how_far_it_looks() -> None:
         draws = True
 
     assert not isinstance(Blind(), DrawingPlanner)
-    with pytest.raises(PlanError, match="wants None samples to choose from"):
-        next(iter(_loader(planner=Blind())))
+    loader = TokensModule(Tokens(LENGTHS)).train_dataloader()
+    for planner, wants in ((Blind(), None), (Drawing(lookahead=0), 0)):
+        with pytest.raises(
+            ValueError, match=f"wants {wants} samples to choose from; lookahead.* an integer from 1"
+        ):
+            loader.announce(planner)
+
+
+def test_bounds_of_a_floating_step_come_from_the_number_of_samples() -> None:
+    """Half and twice of it; then it is not given in vain. Tokens are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = _loader(planner=Floating(), global_batch_size=4, shuffle=False)
+    steps = _steps(loader)
+    assert _flat(steps) == ALL
+    assert all(2 <= len(ids) <= 8 for ids in steps)
+    assert [min(ids) for ids in steps] == sorted(min(ids) for ids in steps)
+    with pytest.raises(TypeError, match="draws the samples"):
+        len(loader)
+    with pytest.warns(UserWarning, match="global_batch_size = 4 .* do not decide the steps"):
+        _loader(planner=Floating(min_samples=3, max_samples=3), global_batch_size=4)
+    for size in ({}, {"global_batch_tokens": 20}):
+        with pytest.raises(ValueError, match="how many samples a step may have is not said"):
+            _loader(planner=Floating(), **size)
+
+
+def test_length_groups_are_those_of_the_dataset() -> None:
+    loader = _loader(planner=DCPInter(length_groups=3))
+    assert loader._bound().planner == DCPInter(length_groups=3, edges=length_groups(np.asarray(LENGTHS), 3))
+    assert _flat(_steps(loader)) == ALL
 
 
 def test_errors_of_planning_come_when_their_step_comes() -> None:

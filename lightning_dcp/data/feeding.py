@@ -11,7 +11,9 @@ from lightning_dcp.cost import IntArray
 from lightning_dcp.data.planning import PlanningContext, plan_step, samples_of
 from lightning_dcp.data.reading import Task
 from lightning_dcp.data.sampler import StepSampler
-from lightning_dcp.plan import IterationPlan, MicroBatch, PlanError
+from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.planners.protocol import Planner
+from lightning_dcp.topology import World
 
 
 class Planned(NamedTuple):
@@ -58,7 +60,7 @@ def _fixed(context: PlanningContext, sampler: StepSampler, shapes: IntArray) -> 
 
 
 def _drawn(context: PlanningContext, sampler: StepSampler, shapes: IntArray) -> Iterator[IterationPlan]:
-    lookahead = _lookahead(context)
+    lookahead = lookahead_of(context.planner, context.world)
     draw = sampler.draw()
     while draw.left:
         plan = plan_step(context, draw.offer(lookahead), shapes)
@@ -66,17 +68,17 @@ def _drawn(context: PlanningContext, sampler: StepSampler, shapes: IntArray) -> 
         yield plan
 
 
-def _lookahead(context: PlanningContext) -> int:
-    """Samples that the planner wants to be offered.
+def lookahead_of(planner: Planner, world: World) -> int:
+    """Samples that a planner wants to be offered.
 
     Raises:
-        PlanError: it does not say, or it is no integer from 1.
+        ValueError: it does not say, or it is no integer from 1.
     """
-    ask = getattr(context.planner, "lookahead", None)
-    wanted = ask(context.world) if callable(ask) else None
+    ask = getattr(planner, "lookahead", None)
+    wanted = ask(world) if callable(ask) else None
     if type(wanted) is not int or wanted < 1:
-        raise PlanError(
-            f'planner "{context.planner.name}" draws the samples of a step by itself, and wants {wanted!r} samples to '
-            "choose from; lookahead(world) must return an integer from 1"
+        raise ValueError(
+            f'planner "{planner.name}" draws the samples of a step by itself, and wants {wanted!r} samples to choose '
+            "from; lookahead(world) must return an integer from 1"
         )
     return wanted

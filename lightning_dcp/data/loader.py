@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,7 +18,9 @@ from lightning_dcp.data.lengths import check_shapes, dataset_size
 from lightning_dcp.data.planning import PlanningContext, request_of, samples_of
 from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, torch_loader
 from lightning_dcp.data.sampler import StepSampler
+from lightning_dcp.data.sizing import check_size
 from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.planners.adapting import for_dataset
 from lightning_dcp.planners.protocol import Planner, PlanRequest
 from lightning_dcp.sequence_parallel.context import SPGroup
 
@@ -87,31 +90,25 @@ class DCPLoader:
         plan with.
 
         Raises:
-            ValueError: the planner plans the samples that it is given, and nothing says how many these are.
+            ValueError: the planner plans the samples that it is given, and nothing says how many these are; or it draws
+                them, and does not say among how many.
         """
-        sampler = self.sampler
-        if not planner.draws and not sampler.has_size:
-            raise ValueError(
-                f'planner "{planner.name}" plans the samples that it is given, and neither global_batch_size nor '
-                "global_batch_tokens is; give exactly one of them to DCPDataModule: the samples, or the tokens, of an "
-                "optimizer step over all ranks"
-            )
-        if planner.draws and sampler.has_size and not sampler.drawing:
-            rank_zero_warn(
-                f"global_batch_size = {sampler.global_batch_size} and global_batch_tokens = "
-                f'{sampler.global_batch_tokens} do not decide the steps: planner "{planner.name}" draws the samples of '
-                "each step by itself. Leave both out, or use a planner that plans the samples it is given"
-            )
-        sampler.drawing = planner.draws
+        in_vain = check_size(planner, self.sampler)
+        if in_vain is not None and not self.sampler.drawing:
+            rank_zero_warn(in_vain)
+        self.sampler.drawing = planner.draws
 
     def bind(self, context: PlanningContext) -> None:
         """Give the loader its planner; takes effect at the next iteration.
 
+        What the planner leaves open (length groups, bounds of a step) is taken from the dataset and the run.
+
         Raises:
-            ValueError: the planner plans the samples that it is given, and nothing says how many these are.
+            ValueError: as :meth:`announce`.
         """
         self.announce(context.planner)
-        self._context = context
+        planner = for_dataset(context.planner, self.shapes, self.sampler.global_batch_size)
+        self._context = replace(context, planner=planner)
 
     @property
     def stray(self) -> Stray:

@@ -43,6 +43,10 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
             f'planner "{context.planner.name}" gave {plan!r:.100}; plan(request) must return an IterationPlan'
         )
     reason = (_wrongly_drawn if context.planner.draws else _not_all)(np.sort(samples_of(plan)), request)
+    if reason is None and plan.lockstep:
+        reason = (
+            "is in lockstep, which this engine does not run; plan with lockstep=False (simulating it is possible)"
+        )
     if reason is None and plan.world_size != context.world.world_size:
         reason = f"does not fit this run of {context.world.world_size} ranks"
     if reason is not None:

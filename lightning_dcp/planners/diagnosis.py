@@ -13,14 +13,15 @@ from math import prod
 
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.assembly import pad
-from lightning_dcp.planners.bound import lower_bound
+from lightning_dcp.planners.bound import lower_bound, padded_lower_bound
 from lightning_dcp.planners.protocol import PlanRequest
 
 _ANY_MEMORY = 2**60
 _MUCH = 0.9
 """The memory limit is the cause where the bound without it is below this part of the bound."""
 _MOST = 0.5
-"""A sample dominates whose own time is at least this part of the makespan."""
+"""Padding is the cause where it explains this part of the gap; a sample dominates whose own time is this part of the
+makespan."""
 _OUTSTANDING = 2.0
 """And that takes at least so many times the ranks' time of the mean sample."""
 _FEW = 8.0
@@ -54,10 +55,11 @@ def diagnose(request: PlanRequest, plan: IterationPlan) -> str:
     """
     bound = plan.lower_bound or lower_bound(request)
     parts = _parts(request, plan, bound)
-    if parts.largest == "padding":
-        return _padding(plan, parts)
+    padded = _padded_bound(request, plan)
+    if parts.largest == "padding" or padded - bound >= _MOST * (plan.makespan - bound):
+        return _padding(plan, parts, padded / bound - 1)
     found = _least_accumulation(request, plan) if parts.largest == "settings" else None
-    return found or _dominating(request, plan) or _memory(request, bound) or _few(plan) or _planner(parts)
+    return found or _dominating(request, plan) or _memory(request) or _few(plan) or _planner(parts)
 
 
 def _parts(request: PlanRequest, plan: IterationPlan, bound: int) -> _Parts:
@@ -79,10 +81,19 @@ def _unpadded(request: PlanRequest, m: MicroBatch) -> float:
     return min(sum(time(shape) for shape in m.shapes) / m.batch_size, float(m.nanoseconds))
 
 
-def _padding(plan: IterationPlan, parts: _Parts) -> str:
+def _padded_bound(request: PlanRequest, plan: IterationPlan) -> int:
+    """What no plan that pads these samples can beat; 0 where rows are packed."""
+    packed = request.limits.packing or any(m.packed for m in plan.micro_batches)
+    return 0 if packed else padded_lower_bound(request)
+
+
+def _padding(plan: IterationPlan, parts: _Parts, least: float) -> str:
+    unavoidable = (
+        f", and every plan that pads them lasts {least:.0%} longer than the bound" if least >= 0.005 else ""
+    )
     return (
         f"padding: {parts.padding / plan.makespan:.0%} of the ranks' time is spent on it ({plan.padding_ratio:.0%} of "
-        "the tokens). Put more samples into a step, so that more of them have similar lengths"
+        f"the tokens){unavoidable}. Put more samples into a step, so that more of them have similar lengths"
     )
 
 
@@ -119,7 +130,8 @@ def _dominating(request: PlanRequest, plan: IterationPlan) -> str | None:
     )
 
 
-def _memory(request: PlanRequest, bound: int) -> str | None:
+def _memory(request: PlanRequest) -> str | None:
+    bound = lower_bound(request)
     free = lower_bound(replace(request, limits=replace(request.limits, memory_bytes=_ANY_MEMORY)))
     if free > _MUCH * bound:
         return None

@@ -38,6 +38,11 @@ class Settings:
     def __post_init__(self) -> None:
         self._check_words()
         self._check_numbers()
+        if self.planner.lockstep:
+            raise ValueError(
+                f'planner "{self.planner.name}" plans in lockstep, for engines that communicate in every micro-batch; '
+                "ZeRO-1, which trains here, needs none of it. Use lockstep=False; plans in lockstep can be simulated"
+            )
         if self.planner.name == "packed":
             raise ValueError(
                 f'planner "{self.planner.name}" puts several samples into one row, which cannot be trained yet; its '
