@@ -33,20 +33,20 @@ from tests.pool import Pool, RemoteError
 
 Trained = tuple[list[list[int]], list[str]]
 
-CASE = Case(samples=14, batch=None, steps=8, seed=3)  # type: ignore[arg-type]
-MEMORY = {2: "1200KB", 4: "1150KB"}
+CASE = Case(samples=26, batch=None, steps=8, seed=3)  # type: ignore[arg-type]
+MEMORY = "1250KB"
 """So little that long samples need several ranks or recomputed layers."""
 
 
 def planners() -> list[Planner]:
-    drawing: list[Planner] = [Bucket(window=8), DCPInter(window=8), DCPIntra(window=8), Alternate(9, most=4)]
+    drawing: list[Planner] = [Bucket(window=20), DCPInter(window=20), DCPIntra(window=20), Alternate(9, most=4)]
     return [*drawing, Floating(min_samples=3, max_samples=6)]
 
 
 def _fit(case: Case, planner: Planner, **settings: Any) -> tuple[Result, list[dict[str, float]], dict[str, Any]]:
     module, callback = Module(case), DCPCallback()
     start = weights_of(module)
-    strategy = make_strategy(case, planner=planner, **{"memory_limit": MEMORY[case.world_size], **settings})
+    strategy = make_strategy(case, planner=planner, **{"memory_limit": MEMORY, **settings})
     trainer = make_trainer(strategy, case, devices=case.world_size, callbacks=[callback])
     trainer.fit(module, datamodule=Data(case))
     plans = [record.plan.to_json() for record in callback.records]
@@ -88,7 +88,7 @@ def _check_content(
 ) -> None:
     """The plans are mixed, no sample came twice in an epoch, and what was logged is what was trained."""
     rows = [m for plan in plans for m in plan.micro_batches]
-    assert max(m.sp_size for m in rows) > 1
+    assert {m.sp_size for m in rows} >= ({2} if isinstance(planner, Bucket) else {1, 2})
     assert any(any(m.recompute) for m in rows)
     trained = [i for plan in plans for m in plan.micro_batches for i in m.sample_ids]
     assert len(plans) == CASE.steps
@@ -101,18 +101,23 @@ def _check_content(
     assert all(0 <= m["stray"] <= m["stray_max"] < CASE.samples for m in metrics)
     if isinstance(planner, Floating):
         assert {m["stray"] for m in metrics} == {0.0}
+    if isinstance(planner, Bucket | DCPInter | DCPIntra):
+        assert max(m["stray"] for m in metrics) > 0
     if isinstance(planner, Alternate):
         # [0 2 4 6] of the order are trained as 0 1 2 3.
         assert (metrics[0]["stray"], metrics[0]["stray_max"]) == (1.5, 3.0)
 
 
+RESUMED = replace(CASE, world_size=2, samples=14, steps=-1, lr=0.05, masked="none")
+
+
 def _resumed(folder: str, planner: Planner, step: int | None, size: int | None = None) -> Trained:
     """Samples of the trained steps, and what was said about steps that change."""
-    case = replace(CASE, world_size=2, steps=-1, batch=size, lr=0.05, masked="none")  # type: ignore[arg-type]
+    case = replace(RESUMED, batch=size)  # type: ignore[arg-type]
     module, callback = Module(case), DCPCallback()
     kept = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     trainer = make_trainer(
-        make_strategy(case, planner=planner, memory_limit=MEMORY[2]),
+        make_strategy(case, planner=planner, memory_limit=MEMORY),
         case,
         devices=2,
         max_epochs=2,
@@ -139,12 +144,12 @@ def _stop_and_go(folder: str) -> dict[str, Trained]:
 def test_a_run_resumes_with_the_same_steps_or_another_planner(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(_stop_and_go, 2, str(tmp_path), timeout=170.0)[0]
     whole = found["whole"][0]
-    assert sorted(i for ids in whole for i in ids) == sorted([*range(CASE.samples)] * 2)
+    assert sorted(i for ids in whole for i in ids) == sorted([*range(RESUMED.samples)] * 2)
     for name, (steps, said) in found.items():
         done = whole[: int(name.split()[1])] if " " in name else []
         trained = [i for ids in [*done, *steps] for i in ids]
-        for epoch in (trained[: CASE.samples], trained[CASE.samples :]):
-            assert sorted(epoch) == list(range(CASE.samples)), name
+        for epoch in (trained[: RESUMED.samples], trained[RESUMED.samples :]):
+            assert sorted(epoch) == list(range(RESUMED.samples)), name
         if name.startswith("same"):
             assert steps == whole[len(done) :], name
             assert said == []
