@@ -116,7 +116,7 @@ def audit(
         longest_count=count,
         longest_tokens=float(tokens[top].sum() / tokens.sum()),
         longest_pairs=float(pairs[top].sum() / pairs.sum()),
-        longest_work=float(work[top].sum() / work.sum()),
+        longest_work=float(work[top].sum(dtype=np.float64) / work.sum(dtype=np.float64)),
         longest=longest_sample(table, cluster),
         planners=tuple(run(candidates, steps, global_batch_size)),
         steps=_other_steps(run, steps, global_batch_size),

@@ -284,6 +284,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown argument": ({"more": ["--speed", "3"]}, "unrecognized arguments: --speed 3"),
     "a picture of no format": ({"more": ["--plot", "x.xyz"]}, "x.xyz is no picture that can be written"),
     "plans in no folder": ({"more": ["--plans", "none/p.jsonl"]}, "none/p.jsonl cannot be written"),
+    "plans in place of the lengths": ({"more": ["--plans", "./lengths.txt"]}, "lengths.txt is read and cannot"),
+    "plans in place of the profile": ({"more": ["--plans", "profile.json"]}, "profile.json is read and cannot"),
+    "plans in a folder's name": ({"more": ["--plans", "."]}, "cannot be written: it is a folder"),
+    "a picture in a folder's name": ({"more": ["--plot", "folder.png"]}, "folder.png is no picture"),
+    "more ranks than a float counts": (
+        {"more": ["--world-size", "9" * 400]},
+        "99999... is too large; allowed are",
+    ),
+    "samples without end": ({"more": ["--samples", "9" * 400]}, "99999... is too large; allowed are"),
+    "steps without end": (
+        {"more": ["--steps", "9" * 12]},
+        "steps=999999999999, global_batch_size=10; allowed are .* 1099511627776 in all",
+    ),
+    "a step without end": (
+        {"more": ["--global-batch-size", "9" * 9]},
+        "global_batch_size=999999999; allowed are up to 16777216 samples in a step",
+    ),
+    "an option in the wrong units": (
+        {"planner": "static:batch_size=1e3"},
+        "planner static:batch_size=1e3: batch_size is 1000.0; it must be an integer",
+    ),
+    "a flag for a number": ({"planner": "balanced:max_moves=true"}, "max_moves is True; it must be an integer"),
+    "a number for a flag": ({"planner": "balanced:lockstep=3"}, "lockstep is 3; it must be true or false"),
+    "a length that cannot be padded": (
+        {"file": ("x.txt", "5\n\n2147483647\n")},
+        r"x.txt, line 3: sample 1 of shape \(2147483647,\) has 2147483648 tokens where sp_size is 4",
+    ),
     "a column of no file": ({"lengths": "short", "more": ["--column", "a"]}, "short is no file"),
 }
 
@@ -295,8 +322,11 @@ def test_wrong_input_gives_one_sentence(case: str, capsys: pytest.CaptureFixture
     if "file" in options:
         options["lengths"], text = options.pop("file")
         Path(options["lengths"]).write_text(text)
+    Path("folder.png").mkdir()
+    before = Path("lengths.txt").read_text()
     code, out, err = call(*words(*options.pop("more", ()), **options), capsys=capsys)
     assert (code, out) == (2, "")
+    assert Path("lengths.txt").read_text() == before
     assert len(err.splitlines()) == 1
     assert err.startswith("lightning-dcp simulate: ")
     assert re.search(message, err), err
@@ -308,6 +338,9 @@ def test_wrong_input_gives_one_sentence(case: str, capsys: pytest.CaptureFixture
         ("x.txt", "# sizes\n5\n\n6 # six\n  \n7\n8", None),
         ("x.csv", "id,size\n1,5\n\n2,6\n3,7\n4,8\n", "size"),
         ("x.csv", "5\n\n6\n7\n8\n", None),
+        ("x.csv", "5\n  \n# more\n6\n7\n8\n", None),
+        ("x.csv", "id;size\n1;5\n\n2;6\n3;7\n4;8\n", "size"),
+        ("x.csv", 'id,size\n"a\rb",5\nc,6\nd,7\n"e\nf",8\n', "size"),
         ("x.csv", "1,2\n1,5\n1,6\n1,7\n1,8\n", "2"),
         ("x.tsv", 'name\tsize\n"two\nlines"\t5\nb\t6\nc\t7\nd\t8\n', "size"),
         ("x.jsonl", '5\n6\n\n7\n{"#": 8}\n', None),
@@ -331,6 +364,15 @@ def test_places_are_those_that_the_reader_names(tmp_path: Path, name: str, text:
 
 def test_rows_are_places_where_there_are_no_lines() -> None:
     assert place_of(Path("x.npy"), 4) == place_of(Path("x.parquet"), 4) == "row 5"
+
+
+def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(_: Any) -> int:
+        raise MemoryError("Unable to allocate 7 TiB")
+
+    monkeypatch.setattr("lightning_dcp.cli.simulate.run", run)
+    assert main(["simulate"]) == 2
+    assert "not enough memory (Unable to allocate 7 TiB); use smaller steps" in capsys.readouterr().err
 
 
 def test_planners_are_read_with_their_options() -> None:
@@ -423,6 +465,8 @@ def test_a_million_lengths_fit_a_gigabyte(tmp_path: Path) -> None:
     code = """
 import resource, sys
 from lightning_dcp.cli import main
+from lightning_dcp.simulate import run
+run.DELAY = 0.0
 code = main(sys.argv[1:])
 print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
 """
@@ -450,3 +494,24 @@ def test_as_a_module_with_a_closed_pipe() -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(closed: str) -> None:
+    """Python has no stream then, and the work is done all the same."""
+    command = shlex.join([sys.executable, "-m", "lightning_dcp", *words("--plans", "plans.jsonl", "--json")])
+    done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, env=environment(), check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(Path("plans.jsonl").read_text().splitlines()) == 3
+    assert bool(done.stdout) == (closed == "2>&-")
+
+
+@pytest.mark.usefixtures("files")
+def test_names_that_the_terminal_cannot_show() -> None:
+    Path("lengths.txt").rename("l\u00e4ngen.txt")
+    command = [sys.executable, "-m", "lightning_dcp", *words(lengths="l\u00e4ngen.txt")]
+    environ = {**environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"l\\xe4ngen.txt: 60 samples")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import tracemalloc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
         ("plain.csv", "5\n1\n2147483647\n77\n512\n", None),
         ("a.csv", "length\n5\n1\n\n2147483647\n77\n512\n", None),
         ("a.csv", 'id,"the length"\n"a,b",5\n"two\nlines",1\nc,2147483647\nd,"77"\ne,512', "the length"),
+        ("a.csv", "id; n\n9; 5\n9; 1\n9; 2147483647\n9; 77\n9; 512\n", "n"),
+        ("a.csv", "id, n\n9, 5\n9, 1\n9, 2147483647\n9, 77\n9, 512\n", "n"),
         ("a.tsv", "id\tn\n9\t5\n9\t1\n9\t2147483647\n9\t77\n9\t512\n", "n"),
         ("a.jsonl", "5\n1\n\n2147483647\n77.0\n512\n", None),
         ("a.ndjson", "".join(json.dumps({"n": n}) + "\n" for n in LENGTHS), None),
@@ -154,6 +158,11 @@ SIXTEEN = "7\n" * 16
         ("a.jsonl", "null\n", None, r"line 1: got None"),
         ("a.jsonl", "NaN\n", None, r"line 1: got nan"),
         ("a.jsonl", "7\nInfinity\n", None, r"line 2: got inf"),
+        ("a.txt", b"100\r200\r300\r", None, r"line 1: a carriage return inside it"),
+        ("a.csv", "n,n\n1,2\n", "n", r"has the column 'n' more than once"),
+        ("a.jsonl", "7\n" + "[" * 100_000, None, r"line 2: no JSON value"),
+        ("a.json", "[512, 1024, 2048, 300]\n", None, r"is one list, which could be one sample or many"),
+        ("a.json", "[16, 256]", None, r"is one list, which could be one sample or many"),
         ("a.jsonl", "[]\n", None, r"line 1: an empty list"),
         (
             "a.jsonl",
@@ -203,6 +212,44 @@ def test_wrong_arrays(tmp_path: Path, array: Any, message: str) -> None:
         read_lengths(tmp_path / "a.npy", "n")
 
 
+def test_archives_and_arrays_under_each_others_names(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", n=np.arange(1, 5))
+    np.save(tmp_path / "y.npy", np.arange(1, 5))
+    (tmp_path / "x.npz").rename(tmp_path / "x.npy")
+    (tmp_path / "y.npy").rename(tmp_path / "y.npz")
+    with pytest.raises(LengthsError, match="several arrays, not one; .* ends in .npz"):
+        read_lengths(tmp_path / "x.npy")
+    with pytest.raises(LengthsError, match="one array, not an archive; .* ends in .npy"):
+        read_lengths(tmp_path / "y.npz")
+
+
+def test_damaged_arrays(tmp_path: Path) -> None:
+    """Whatever bytes are hit: sizes, or the error for files that cannot be read."""
+    np.savez_compressed(tmp_path / "good.npz", n=np.random.default_rng(0).integers(1, 9_999, 300))
+    np.save(tmp_path / "good.npy", np.arange(1, 300))
+    damage = np.random.default_rng(1)
+    read = 0
+    for name in ("good.npz", "good.npy"):
+        content = (tmp_path / name).read_bytes()
+        for start in damage.integers(0, len(content), 60).tolist():
+            path = write(tmp_path, f"bad{name[4:]}", content[:start] + damage.bytes(20) + content[start + 20 :])
+            # Any other error fails the test.
+            with contextlib.suppress(LengthsError):
+                read_lengths(path)
+                read += 1
+    assert 0 < read < 90
+    header = (tmp_path / "good.npy").read_bytes().replace(b"(299,)", b"(-29,)")
+    with pytest.raises(LengthsError, match="is no NumPy file of numbers"):
+        read_lengths(write(tmp_path, "negative.npy", header))
+
+
+def test_half_precision_gives_no_warning(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.asarray([15, 70], dtype=np.float16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_lengths(tmp_path / "a.npy").tolist() == [15, 70]
+
+
 def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.asarray([{"a": 1}]), allow_pickle=True)
     with pytest.raises(LengthsError, match="no NumPy file of numbers"):
@@ -217,6 +264,12 @@ def test_no_file(tmp_path: Path) -> None:
         read_lengths(tmp_path / "nothing.txt")
     with pytest.raises(LengthsError, match="is a directory"):
         read_lengths(tmp_path)
+
+
+def test_a_pipe_is_no_missing_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(LengthsError, match="pipe.txt is no regular file"):
+        read_lengths(tmp_path / "pipe.txt")
 
 
 def test_large_files_take_little_memory(tmp_path: Path) -> None:
@@ -285,6 +338,8 @@ def test_wrong_parquet(tmp_path: Path) -> None:
         ({"n": [[1, 2, 3], [1, 2, 3, 4]]}, None, "row 2: a list of 4, .* store their number"),
         ({"n": [[1, None]]}, None, "no value on an axis"),
         ({"n": [[1, 2, 3, 4], []]}, None, "row 2: the size is 0"),
+        ({"n": [[], [1, 2, 3, 4]]}, None, "row 1: an empty list"),
+        ({"n": [[1, 2], [3, 4], []]}, None, "row 3: an empty list"),
     ]
     for columns, column, message in cases:
         with pytest.raises(LengthsError, match=message):

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NamedTuple
 
 import lightning_dcp
@@ -44,11 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after one sentence on standard error where the input is wrong.
     """
+    _open_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         return _guarded(words[0], words[1:])
     _parser().parse_args(words)
     return 0
+
+
+def _open_streams() -> None:
+    """Streams that can be written to: with ``>&-`` Python has none, and a file's name need not fit the encoding."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> Parser:
@@ -71,6 +83,9 @@ def _guarded(name: str, words: Sequence[str]) -> int:
         return 0
     except (ValueError, OSError, ImportError) as error:
         print(f"lightning-dcp {name}: {_sentence(error)}", file=sys.stderr)
+        return WRONG_INPUT
+    except MemoryError as error:
+        print(f"lightning-dcp {name}: not enough memory ({_sentence(error)}); use smaller steps", file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
         return _INTERRUPTED

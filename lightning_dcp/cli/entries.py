@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from typing import Any, NamedTuple
 
 from lightning_dcp import planners
@@ -22,6 +23,12 @@ _ALWAYS: dict[str, dict[str, Any]] = {"packed": {"packing": True}, "static": {"p
 
 _FLAGS, _COUNTS = ("packing", "exact_shapes"), ("max_batch_size", "max_tokens", "min_micro_batches")
 _RECOMPUTE = ("auto", "none", "full")
+_KINDS: dict[type, tuple[str, tuple[type, ...]]] = {
+    bool: ("true or false", (bool,)),
+    int: ("an integer", (int,)),
+    float: ("a number", (int, float)),
+}
+"""Kinds of a planner's options, by the type of their defaults: how they are called, and the types that are one."""
 
 
 class Entry(NamedTuple):
@@ -77,6 +84,7 @@ class Bench:
         own = {name: value for name, value in limits.items() if hasattr(planner, name)}
         if own:
             planner = planners.create(spec.name, **options, **own)
+        _check_kinds(spec, planner)
         others = _ALWAYS.get(spec.name, {}) | {name: v for name, v in limits.items() if name not in own}
         return Entry(
             spec.label,
@@ -148,6 +156,20 @@ def _limits_of(spec: PlannerSpec) -> dict[str, Any]:
         if not allowed(value):
             raise ValueError(f"planner {spec.label}: {name} is {value!r}; it must be {kind}")
     return limits
+
+
+def _check_kinds(spec: PlannerSpec, planner: Planner) -> None:
+    """Refuse an option of another kind than its default, which would fail in the middle of a simulation.
+
+    Raises:
+        ValueError: says which.
+    """
+    known = signature(type(planner)).parameters
+    for name, value in spec.options.items():
+        default = known[name].default if name in known else None
+        kind, types = _KINDS.get(type(default), ("", (type(value),)))
+        if type(value) not in types:
+            raise ValueError(f"planner {spec.label}: {name} is {value!r}; it must be {kind}")
 
 
 def _kind(name: str) -> tuple[str, Callable[[Any], bool]]:

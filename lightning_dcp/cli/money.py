@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from lightning_dcp.cli.entries import Bench
 from lightning_dcp.cli.tables import counted, labelled, longest_lines, table
 from lightning_dcp.simulate import Deadline, Simulation, hours_needed, longest_sample, own_work, smallest_world
@@ -41,7 +43,7 @@ def price_and_deadline(bench: Bench, results: Sequence[Simulation]) -> tuple[lis
 
 def _work(bench: Bench, world_size: int, passes: float) -> float:
     """Own work of so many passes over the data, by the profile for so many ranks."""
-    return passes * float(own_work(bench.cluster(world_size).cost, bench.data.shapes).sum())
+    return passes * float(own_work(bench.cluster(world_size).cost, bench.data.shapes).sum(dtype=np.float64))
 
 
 def _hours_table(results: Sequence[Simulation], hours: Sequence[float], bench: Bench, what: str) -> str:

@@ -7,6 +7,8 @@ from math import isfinite
 from typing import Any, NamedTuple, NoReturn
 
 _WORDS = {"true": True, "false": False}
+_LARGEST = 2**53
+"""Largest integer; beyond it a float cannot tell neighbours apart, and nobody needs it."""
 
 
 class Parser(ArgumentParser):
@@ -48,6 +50,8 @@ def positive_int(text: str) -> int:
         value = 0
     if value < 1:
         raise ArgumentTypeError(f"{text!r} is no integer of at least 1")
+    if value > _LARGEST:
+        raise ArgumentTypeError(f"{text[:20]}... is too large; allowed are integers up to {_LARGEST}")
     return value
 
 

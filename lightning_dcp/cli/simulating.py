@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,8 +31,8 @@ def answer(arguments: Namespace) -> int:
         from lightning_dcp.simulate import pictures
 
         pictures.check_path(arguments.plot)
-    if arguments.plans and not Path(arguments.plans).parent.is_dir():
-        raise ValueError(f"{arguments.plans} cannot be written: its folder does not exist")
+    if arguments.plans:
+        _check_plans(_plan_paths(arguments.plans, [spec.label for spec in arguments.planner]).values(), arguments)
     batch_size = arguments.global_batch_size
     data = read_data(arguments, arguments.lengths, arguments.steps * batch_size)
     bench = Bench(arguments, data, arguments.steps)
@@ -76,6 +76,21 @@ def _simulate(
 
             results.append(bench.run(entry, bench.arguments.global_batch_size, on_step))
     return with_ratios(results, [entry.planner.name for entry in entries]), firsts
+
+
+def _check_plans(paths: Iterable[Path], arguments: Namespace) -> None:
+    """Refuse files of plans that cannot be written, or that would replace what is read.
+
+    Raises:
+        ValueError: says which.
+    """
+    read = [Path(name) for name in (arguments.lengths, arguments.profile) if Path(name).is_file()]
+    for path in paths:
+        if not path.parent.is_dir() or path.is_dir():
+            why = "it is a folder" if path.is_dir() else "its folder does not exist"
+            raise ValueError(f"{path} cannot be written: {why}")
+        if path.exists() and any(path.samefile(other) for other in read):
+            raise ValueError(f"{path} is read and cannot take the plans; give them a name of their own")
 
 
 def _plan_paths(file: str, labels: Sequence[str]) -> dict[str, Path]:

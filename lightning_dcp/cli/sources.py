@@ -20,6 +20,8 @@ from lightning_dcp.simulate import Cluster, check_lengths
 
 DISTRIBUTION_SAMPLES = 100_000
 """Samples of a built-in distribution, unless the simulation needs more."""
+MOST_DISTRIBUTION_SAMPLES = 10_000_000
+"""Most of them; a longer simulation trains further epochs."""
 
 _LIMITS = tuple(field.name for field in fields(Limits) if field.name != "memory_bytes")
 
@@ -70,7 +72,8 @@ def read_data(arguments: Namespace, source: str, samples: int) -> Data:
     elif arguments.column is not None:
         raise ValueError(f"--column is given, and {source} is no file but a built-in distribution")
     else:
-        found = lengths.distribution(source, max(samples, DISTRIBUTION_SAMPLES), arguments.seed)
+        count = min(max(samples, DISTRIBUTION_SAMPLES), MOST_DISTRIBUTION_SAMPLES)
+        found = lengths.distribution(source, count, arguments.seed)
     if arguments.profile in virtual.PROFILES:
         found = virtual.shapes(arguments.profile, found)
     shapes = found[:, None] if found.ndim == 1 else found

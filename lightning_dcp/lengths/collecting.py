@@ -66,7 +66,8 @@ class Collector:
                 f"an array of shape {sizes.shape} and type {sizes.dtype}; {ALLOWED}, in an array [n] or [n, axes]",
             )
         rows = sizes if sizes.ndim == 2 else sizes[:, None]
-        with np.errstate(invalid="ignore"):
+        # Half precision cannot hold the bound.
+        with np.errstate(invalid="ignore", over="ignore"):
             wrong = ~((rows >= 1) & (rows <= MAX_TOKENS) & (rows == np.floor(rows))).all(axis=1)
             wrong |= rows.astype(np.float64).prod(axis=1) > MAX_TOKENS
         if wrong.any():

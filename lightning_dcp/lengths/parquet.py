@@ -43,13 +43,13 @@ def read_parquet(path: Path, choose: Callable[[Sequence[str]], list[str]], progr
                     into.add_many(columns.sizes([batch.column(name) for name in names], into, first), first)
                     first += batch.num_rows
                     shown.update(batch.num_rows)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise LengthsError(f"{path} cannot be read as Parquet: {error}") from error
     return into.result()
 
 
 class _Columns:
-    """Sizes from Arrow columns; the first list that is not empty decides what lists mean."""
+    """Sizes from Arrow columns; the first list decides what lists mean."""
 
     def __init__(self) -> None:
         self._are_shapes: bool | None = None
@@ -74,6 +74,8 @@ class _Columns:
             self._are_shapes = bool(lengths[0] <= MAX_AXES) and types.is_integer(kind.value_type)
         if not self._are_shapes:
             return lengths[:, None]
+        if not lengths.all():
+            raise into.error(first + int(np.argmin(lengths)), "an empty list; a sample has at least one token")
         if (lengths != lengths[0]).any() or lengths[0] > MAX_AXES:
             row = int(np.argmax(lengths != lengths[0]))
             raise into.error(

@@ -7,14 +7,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
-
-import numpy as np
 
 from lightning_dcp.cost import IntArray
+from lightning_dcp.lengths.arrays import read_npy, read_npz
 from lightning_dcp.lengths.collecting import MAX_AXES, Collector, LengthsError, parse, whole_number
 from lightning_dcp.lengths.parquet import read_parquet
 from lightning_dcp.lengths.progress import bar
+from lightning_dcp.lengths.tables import is_headerless, separator_of
 
 Lines = Iterator[tuple[int, str]]
 """Numbers, from 1, and texts of the lines of a file."""
@@ -27,14 +26,15 @@ def read_lengths(source: str | Path, column: str | None = None, progress: bool =
 
     - ``.npy`` and ``.npz``: an array ``[n]`` or ``[n, axes]``; ``column`` is the name of the array.
     - ``.jsonl``, ``.ndjson``, ``.json``: one JSON value on each line, a number, a list, or an object with ``column``.
+      A ``.json`` that is one list alone is refused: it could be one sample or many.
     - ``.parquet``, ``.pq``: the column of a table (needs pyarrow).
-    - ``.csv``, ``.tsv``: the column of a table with a header; without one as text.
+    - ``.csv``, ``.tsv``: the column of a table with a header; without one as text. Semicolons may separate the cells.
     - anything else: text, one sample on each line, several axes separated by blanks, commas or ``x``; empty lines
       and what follows a ``#`` are skipped.
 
     Where there is only one column it need not be named; several, joined by commas (``frames,patches``), make a shape.
     A column may hold lists: of 1 to 3 integers they are shapes, longer ones are token ids and their length counts. The
-    first list that is not empty decides for the whole file.
+    first list decides for the whole file; an empty one is refused.
 
     Args:
         source: the file.
@@ -47,7 +47,7 @@ def read_lengths(source: str | Path, column: str | None = None, progress: bool =
     """
     path = Path(source)
     if not path.is_file():
-        kind = "is a directory" if path.is_dir() else "does not exist"
+        kind = "is a directory" if path.is_dir() else "is no regular file" if path.exists() else "does not exist"
         raise LengthsError(f"{path} {kind}; give a file of lengths: .txt, .csv, .jsonl, .npy, .npz or .parquet")
     reader = _READERS.get(path.suffix.lower(), _read_text)
     try:
@@ -85,6 +85,8 @@ def _read_text(path: Path, column: str | None, progress: bool) -> IntArray:
 def _from_text(path: Path, lines: Lines) -> IntArray:
     into = Collector(path, "line")
     for number, line in lines:
+        if "\r" in line:
+            raise into.error(number, "a carriage return inside it; lines must end in a newline")
         text = line.split("#", 1)[0].strip() if "#" in line else line.strip()
         if text:
             into.add(parse(text, into, number), number)
@@ -92,12 +94,13 @@ def _from_text(path: Path, lines: Lines) -> IntArray:
 
 
 def _read_csv(path: Path, column: str | None, progress: bool) -> IntArray:
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
     into = Collector(path, "line")
-    rows = csv.reader((text for _, text in _lines(path, progress)), delimiter=separator, strict=True)
+    first = next((text for _, text in _lines(path, False) if text), "")
+    lines = (text for _, text in _lines(path, progress))
+    rows = csv.reader(lines, delimiter=separator_of(path, first), strict=True)
     try:
-        header = next((row for row in rows if row), [])
-        if column is None and header and all(_is_number(cell) for cell in header):
+        header = [cell.strip() for cell in next((row for row in rows if row), [])]
+        if column is None and is_headerless(header):
             return _from_text(path, _lines(path, progress))
         wanted = [header.index(name) for name in _wanted(path, column, header)]
         for row in rows:
@@ -117,22 +120,14 @@ def _cell(text: str, into: Collector, number: int) -> list[int]:
     return parse(text, into, number)
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _read_json_lines(path: Path, column: str | None, progress: bool) -> IntArray:
-    into, values = Collector(path, "line"), _Values()
+    into, values, lists = Collector(path, "line"), _Values(), 0
     for number, text in _lines(path, progress):
         if not text.strip():
             continue
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise into.error(number, f"no JSON value ({error}); each line must hold one") from error
         sizes: list[int] = []
         if isinstance(value, dict):
@@ -143,7 +138,13 @@ def _read_json_lines(path: Path, column: str | None, progress: bool) -> IntArray
         else:
             sizes += values.sizes(value, into, number)
         into.add(sizes, number)
-    return into.result()
+        lists += isinstance(value, list)
+    found = into.result()
+    if path.suffix.lower() == ".json" and len(found) == lists == 1:
+        raise LengthsError(
+            f"{path} is one list, which could be one sample or many; write one value on each line, and name it .jsonl"
+        )
+    return found
 
 
 class _Values:
@@ -175,37 +176,11 @@ class _Values:
 def _read_npy(path: Path, column: str | None, _: bool) -> IntArray:
     if column is not None:
         raise LengthsError(f"{path} is one array without columns, so column={column!r} names none; leave it out")
-    return _from_array(path, _load(path))
+    return read_npy(path)
 
 
 def _read_npz(path: Path, column: str | None, _: bool) -> IntArray:
-    with _load(path) as arrays:
-        names = _wanted(path, column, arrays.files)
-        try:
-            found = [arrays[name] for name in names]
-        except (ValueError, BadZipFile) as error:
-            raise LengthsError(f"{path} cannot be read: {error}") from error
-    if len(found) == 1:
-        return _from_array(path, found[0])
-    if len({array.shape for array in found}) != 1 or found[0].ndim != 1:
-        raise LengthsError(
-            f"{path}: {', '.join(names)} have the shapes {[a.shape for a in found]}; each must be [n]"
-        )
-    return _from_array(path, np.stack(found, axis=-1))
-
-
-def _load(path: Path) -> Any:
-    try:
-        # Memory-mapped: only what is looked at is read. Pickled objects could run code.
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, BadZipFile) as error:
-        raise LengthsError(f"{path} is no NumPy file of numbers: {error}") from error
-
-
-def _from_array(path: Path, sizes: np.ndarray[Any, Any]) -> IntArray:
-    into = Collector(path, "row")
-    into.add_many(sizes, 1)
-    return into.result()
+    return read_npz(path, lambda names: _wanted(path, column, names))
 
 
 def _read_parquet(path: Path, column: str | None, progress: bool) -> IntArray:
@@ -220,9 +195,11 @@ def _wanted(path: Path, column: str | None, names: Sequence[str], line: int | No
         [] if column is None else [column] if column in names else [name.strip() for name in column.split(",")]
     )
     missing = [name for name in wanted if name not in names]
+    where = f"{path}" if line is None else f"{path}, line {line}"
+    if twice := [name for name in wanted if names.count(name) > 1]:
+        raise LengthsError(f"{where} has the column {twice[0]!r} more than once; rename one of them")
     if wanted and not missing:
         return wanted
-    where = f"{path}" if line is None else f"{path}, line {line}"
     shown = ", ".join(names) or "none"
     if missing:
         raise LengthsError(f"{where} has no column {missing[0]!r}; it has {shown}")

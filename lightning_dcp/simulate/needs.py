@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
+from lightning_dcp.interpolation import MAX_TOKENS
 from lightning_dcp.plan import Shape
-from lightning_dcp.planners import PlanRequest
+from lightning_dcp.planners import InfeasibleError, PlanRequest
 from lightning_dcp.planners.assembly import raise_infeasible, settings_within
 from lightning_dcp.simulate.cluster import Cluster
 
@@ -87,6 +88,7 @@ def check_lengths(shapes: IntArray, cluster: Cluster) -> None:
         InfeasibleError: names the first such sample by its position, its length and the limit.
     """
     sizes = sizes_of(cluster)
+    _check_padded(shapes, max(sizes))
     for start in range(0, len(shapes), _CHUNK):
         ids = np.arange(start, min(start + _CHUNK, len(shapes)))
         request = _request(shapes, ids, cluster)
@@ -96,6 +98,18 @@ def check_lengths(shapes: IntArray, cluster: Cluster) -> None:
                 fits |= settings_within(request, p, np.asarray(1), request.shapes).nanoseconds < INFEASIBLE
         if not fits.all():
             raise_infeasible(request, int(np.argmin(fits)), sizes)
+
+
+def _check_padded(shapes: IntArray, sp_size: int) -> None:
+    """Every group pads the first axis to a multiple of its size, and its tokens must still be counted."""
+    padded = -(-shapes[:, 0] // sp_size) * sp_size
+    tokens = shapes[:, 1:].prod(axis=1) * padded
+    if (tokens > MAX_TOKENS).any():
+        position = int(np.argmax(tokens > MAX_TOKENS))
+        raise InfeasibleError(
+            f"sample {position} of shape {tuple(shapes[position].tolist())} has {tokens[position]} tokens where "
+            f"sp_size is {sp_size}; allowed are {MAX_TOKENS}. Leave such samples out"
+        )
 
 
 def sizes_of(cluster: Cluster) -> tuple[int, ...]:

@@ -72,9 +72,9 @@ def check_path(path: str | Path) -> None:
         ValueError: no such folder, or a suffix that is no format of pictures.
     """
     file, formats = Path(path), FigureCanvasBase.get_supported_filetypes()
-    if not file.parent.is_dir() or file.suffix[1:].lower() not in formats:
+    if not file.parent.is_dir() or file.is_dir() or file.suffix[1:].lower() not in formats:
         raise ValueError(
-            f"{path} is no picture that can be written; allowed are existing folders and the endings "
+            f"{path} is no picture that can be written; allowed are files in existing folders and the endings "
             f"{', '.join(f'.{suffix}' for suffix in sorted(formats))}"
         )
 

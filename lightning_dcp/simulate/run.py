@@ -22,7 +22,9 @@ from lightning_dcp.simulate.tally import Simulation, Tally
 OnStep = Callable[[int, IterationPlan], Any]
 """Called with each step's number and plan."""
 
-_DELAY = 0.5
+MAX_SAMPLES, MAX_STEP_SAMPLES = 2**40, 2**24
+"""Most samples of a simulation, and of a step: all of a step are looked at together."""
+DELAY = 0.5
 """Seconds before a progress bar shows: what is over sooner, with a result or an error, needs none."""
 
 
@@ -62,11 +64,16 @@ def simulate(
     table = check_shapes(shapes)
     if min(steps, global_batch_size) < 1:
         raise ValueError(f"steps={steps}, global_batch_size={global_batch_size}: each must be at least 1")
+    if global_batch_size > MAX_STEP_SAMPLES or steps * global_batch_size > MAX_SAMPLES:
+        raise ValueError(
+            f"steps={steps}, global_batch_size={global_batch_size}; allowed are up to {MAX_STEP_SAMPLES} samples in a "
+            f"step and {MAX_SAMPLES} in all"
+        )
     stream = Stream(len(table), steps * global_batch_size, seed)
     tally = Tally(counts=stream.counts(), sync_time=cluster.cost.profile.sync_time)
     window = Window(stream, _width(planner, cluster, global_batch_size))
     bar = tqdm(
-        total=stream.total, desc=planner.name, unit="sample", leave=False, delay=_DELAY, disable=not progress
+        total=stream.total, desc=planner.name, unit="sample", leave=False, delay=DELAY, disable=not progress
     )
     with bar:
         while len(offered := window.offer()):
@@ -77,7 +84,7 @@ def simulate(
             trained = _samples_of(plan, table, cluster, planner.name)
             advanced = window.remove(trained) if planner.draws else window.clear()
             if advanced or len(trained):
-                useful = int(own_work(cluster.cost, table[trained % len(table)]).sum())
+                useful = sum(own_work(cluster.cost, table[trained % len(table)]).tolist())
                 tally.add(plan, trained, useful, seconds)
                 if on_step is not None:
                     on_step(len(tally.planning) - 1, plan)
