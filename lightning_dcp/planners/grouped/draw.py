@@ -28,6 +28,9 @@ _Settings = Sequence[Sequence[Setting]]
 _MUCH_IDLE = 5
 """Percent of the ranks' time; below, batches are not made shorter."""
 
+_PATIENCE = 8
+"""Steps of a third without gain after which no shorter batches are tried."""
+
 
 class Batch(NamedTuple):
     """A batch of a step: the group its samples come from, its settings and its place."""
@@ -88,12 +91,14 @@ def draw(
     worth = [menu[0].sp_size * menu[0].nanoseconds // menu[0].batch_size for menu in menus.best]
     sync = request.cost.profile.sync_time
     found = other = _draw(request, groups, menus.best, worth, accumulate, last)
+    patience = _PATIENCE if shorten else 0
     for limit in _limits(menus):
-        if not (shorten and other.short):
+        if not (patience and other.short):
             break
         other = _draw(request, groups, menus.within(limit).best, worth, accumulate, last)
+        patience -= 1
         if other.worth * (found.nanoseconds + sync) > found.worth * (other.nanoseconds + sync):
-            found = other
+            found, patience = other, _PATIENCE
     return _take(groups, found)
 
 
