@@ -311,6 +311,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"file": ("x.txt", "5\n\n2147483647\n")},
         r"x.txt, line 3: sample 1 of shape \(2147483647,\) has 2147483648 tokens where sp_size is 4",
     ),
+    "samples of another model": (
+        {"file": ("x.txt", "5 6\n7 8\n")},
+        "x.txt has samples of 2 axes, and profile profile.json was measured with 1; give one size for each axis",
+    ),
     "a column of no file": ({"lengths": "short", "more": ["--column", "a"]}, "short is no file"),
 }
 

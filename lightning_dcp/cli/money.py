@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dcp.cli.entries import Bench
-from lightning_dcp.cli.tables import counted, labelled, longest_lines, table
+from lightning_dcp.cli.tables import counted, hours_text, labelled, longest_lines, table
 from lightning_dcp.simulate import Deadline, Simulation, hours_needed, longest_sample, own_work, smallest_world
 
 
@@ -49,7 +49,9 @@ def _work(bench: Bench, world_size: int, passes: float) -> float:
 def _hours_table(results: Sequence[Simulation], hours: Sequence[float], bench: Bench, what: str) -> str:
     world_size, price = bench.arguments.world_size, bench.arguments.price
     rows = [["planner", "hours", "GPU hours"]]
-    rows += [[r.planner, f"{h:,.2f}", f"{h * world_size:,.1f}"] for r, h in zip(results, hours, strict=True)]
+    rows += [
+        [r.planner, hours_text(h), f"{h * world_size:,.1f}"] for r, h in zip(results, hours, strict=True)
+    ]
     if price is not None:
         rows[0].append(f"cost at {price:g} per GPU hour")
         for row, time in zip(rows[1:], hours, strict=True):
@@ -81,15 +83,17 @@ def _deadline_text(bench: Bench, planner: str, deadline: Deadline) -> str:
         fastest = min(deadline.tried, key=lambda pair: pair[1])
         return (
             f"no number of GPUs meets {arguments.deadline:g} h with {planner} and {arguments.global_batch_size} "
-            f"samples a step: {counted(fastest[0], 'GPU')} need {fastest[1]:,.2f} h and more gain nothing; "
+            f"samples a step: {counted(fastest[0], 'GPU')} need {hours_text(fastest[1])} h and more gain nothing; "
             "use larger steps"
         )
     nodes = -(-deadline.world_size // arguments.ranks_per_node)
     text = (
         f"fewest GPUs for {arguments.deadline:g} h: {deadline.world_size:,} ({counted(nodes, 'node')}) with {planner}, "
-        f"{deadline.hours:,.2f} h"
+        f"{hours_text(deadline.hours)} h"
     )
     if arguments.price is not None:
         text += f", cost {deadline.hours * deadline.world_size * arguments.price:,.2f}"
-    tried = ", ".join(f"{w}: {h:,.2f} h" if h < float("inf") else f"{w}: does not fit" for w, h in deadline.tried)
+    tried = ", ".join(
+        f"{w}: {hours_text(h)} h" if h < float("inf") else f"{w}: does not fit" for w, h in deadline.tried
+    )
     return f"{text}\ntried: {tried}"

@@ -116,9 +116,16 @@ def checked_cluster(arguments: Namespace, data: Data, world_size: int) -> Cluste
     """:func:`build_cluster`, on which every sample fits somewhere.
 
     Raises:
-        ValueError: a sample does not; the message names its place and length.
+        ValueError: a sample does not; the message names its place and length. Or the samples have other axes than
+            those that the profile was measured with.
     """
     cluster = build_cluster(arguments, world_size)
+    axes, given = len(cluster.cost.profile.measurements[0].shape), data.shapes.shape[1]
+    if axes != given:
+        raise ValueError(
+            f"{data.name} has samples of {given} axes, and profile {arguments.profile} was measured with "
+            f"{axes}; give one size for each axis (--column frames,patches), or a profile of that model"
+        )
     try:
         check_lengths(data.shapes, cluster)
     except InfeasibleError as error:

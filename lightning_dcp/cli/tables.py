@@ -89,6 +89,11 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:.1f} %"
 
 
+def hours_text(hours: float) -> str:
+    """Hours with two digits behind the point, and with three that count where it is less than one."""
+    return f"{hours:,.2f}" if hours >= 1.0 else f"{hours:.3g}"
+
+
 def gigabytes(amount: int) -> str:
     """Bytes as people say them."""
     return f"{amount / 1e9:,.1f} GB" if amount >= 1e8 else f"{amount / 1e6:,.1f} MB"
