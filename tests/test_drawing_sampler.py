@@ -270,3 +270,19 @@ def test_fixed_steps_do_not_stray() -> None:
     for step in range(len(made)):
         made.mark_consumed(0, step)
         assert made.stray == Stray(0.0, 0)
+
+
+def test_steps_may_be_drawn_and_fixed_in_turn() -> None:
+    made = sampler(global_batch_size=4)
+    trained: list[int] = []
+    for turn in range(4):
+        made.drawing = turn % 2 == 0
+        if made.drawing:
+            epoch, step = made.begin()
+            ids = every(made.draw().offer(12))
+            made.mark_consumed(epoch, step, ids)
+            trained += ids.tolist()
+        else:
+            trained += flat(fixed(made, 1))
+    trained += flat(fixed(made, made.num_steps(0) - made.begin()[1]))
+    assert sorted(trained) == list(range(len(TOKENS)))
