@@ -10,6 +10,7 @@ import pytest
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners import Balanced, PlanRequest, Static, lower_bound
 from lightning_dcp.planners.assembly import Placement, assemble
+from lightning_dcp.planners.bound import padded_lower_bound
 from lightning_dcp.planners.diagnosis import diagnose
 from lightning_dcp.topology import World
 from tests.planning_tools import COST, MiB, request, texts
@@ -74,6 +75,16 @@ def test_padding() -> None:
     assert _said(asked, plan).startswith("padding: ")
     apart = [Placement((i, i + 2), 0, 1) for i in range(80) if i % 4 < 2]
     assert not _said(asked, assemble(asked, apart, lower_bound(asked))).startswith("padding")
+
+
+def test_padding_that_no_plan_avoids() -> None:
+    """The planner weighs batches against padding, so neither alone is the largest part of the gap."""
+    asked = _alone(request(texts(*range(100, 1300, 50)), 2))
+    plan = replace(Balanced().plan(asked), lower_bound=lower_bound(asked))
+    said = _said(asked, plan)
+    assert said.startswith("padding: ")
+    nearest = padded_lower_bound(asked) / lower_bound(asked) - 1
+    assert f"no plan that pads them comes nearer to the bound than {nearest:.0%}" in said
 
 
 def test_least_accumulation() -> None:

@@ -38,7 +38,8 @@ class DCPDataModule(pl.LightningDataModule):
         global_batch_size: samples of an optimizer step, over all ranks. The last step of an epoch may be shorter.
         global_batch_tokens: tokens of an optimizer step instead: it ends before it passes them, and holds at least
             one sample. The number of steps then differs between epochs, so ``len`` of the loader is unknown. Both are
-            left out for a planner that draws the samples of a step by itself.
+            left out for a planner that draws the samples of a step by itself; ``floating`` takes half and twice of
+            ``global_batch_size`` as its bounds where it has none.
         eval_batch_size: samples of a batch in validation, test and prediction, per rank.
         shuffle: a new order in each epoch.
         seed: seed of the order and of the draws in ``__getitem__`` and collate; the same on all ranks.

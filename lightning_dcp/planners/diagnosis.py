@@ -88,12 +88,13 @@ def _padded_bound(request: PlanRequest, plan: IterationPlan) -> int:
 
 
 def _padding(plan: IterationPlan, parts: _Parts, least: float) -> str:
-    unavoidable = (
-        f", and every plan that pads them lasts {least:.0%} longer than the bound" if least >= 0.005 else ""
+    least_text = (
+        f", and no plan that pads them comes nearer to the bound than {least:.0%}" if least >= 0.005 else ""
     )
     return (
-        f"padding: {parts.padding / plan.makespan:.0%} of the ranks' time is spent on it ({plan.padding_ratio:.0%} of "
-        f"the tokens){unavoidable}. Put more samples into a step, so that more of them have similar lengths"
+        "padding: samples run with others of other lengths, or with too few. This plan spends "
+        f"{parts.padding / plan.makespan:.0%} of the ranks' time on padding{least_text}. Put more samples into a step, "
+        "so that more of them have similar lengths"
     )
 
 
