@@ -379,6 +379,15 @@ def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "not enough memory (Unable to allocate 7 TiB); use smaller steps" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("files")
+def test_samples_beyond_the_profile_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("x.txt").write_text("5\n16384\n16385\n20000\n")
+    code, out, err = call(*words("--memory-limit", "4GB", "--json", lengths="x.txt"), capsys=capsys)
+    assert (code, len(json.loads(out))) == (0, 1)
+    assert err.startswith("note: 2 of 4 samples are longer than the 16,384 tokens that the profile ends at")
+    assert call(*words(), capsys=capsys)[2] == ""
+
+
 def test_planners_are_read_with_their_options() -> None:
     assert planner_spec("static") == ("static", "static", {})
     text = "a:b=1,c=1.5,d=true,e=none,f=x.json,g=-2,h=1e3"

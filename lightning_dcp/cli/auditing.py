@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from lightning_dcp.audit import Audit, audit
 from lightning_dcp.cli.arguments import DEFAULT_PROFILE
-from lightning_dcp.cli.sources import Data, checked_cluster, read_data
+from lightning_dcp.cli.sources import Data, checked_cluster, read_data, warn_of_extrapolation
 from lightning_dcp.cli.tables import cluster_line, counted, labelled, longest_lines, percent, table
 from lightning_dcp.planners import InfeasibleError
 from lightning_dcp.simulate import Cluster
@@ -22,6 +22,7 @@ def answer(arguments: Namespace) -> int:
     """
     data = read_data(arguments, arguments.lengths, arguments.steps * arguments.global_batch_size)
     cluster = checked_cluster(arguments, data, arguments.world_size)
+    warn_of_extrapolation(data, cluster)
     try:
         found = audit(
             data.shapes,

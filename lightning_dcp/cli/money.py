@@ -49,9 +49,7 @@ def _work(bench: Bench, world_size: int, passes: float) -> float:
 def _hours_table(results: Sequence[Simulation], hours: Sequence[float], bench: Bench, what: str) -> str:
     world_size, price = bench.arguments.world_size, bench.arguments.price
     rows = [["planner", "hours", "GPU hours"]]
-    rows += [
-        [r.planner, hours_text(h), f"{h * world_size:,.1f}"] for r, h in zip(results, hours, strict=True)
-    ]
+    rows += [[r.planner, hours_text(h), f"{h * world_size:,.1f}"] for r, h in zip(results, hours, strict=True)]
     if price is not None:
         rows[0].append(f"cost at {price:g} per GPU hour")
         for row, time in zip(rows[1:], hours, strict=True):

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from lightning_dcp.cli.entries import Bench, Entry, check_specs
 from lightning_dcp.cli.money import price_and_deadline
-from lightning_dcp.cli.sources import Data, read_data
+from lightning_dcp.cli.sources import Data, read_data, warn_of_extrapolation
 from lightning_dcp.cli.tables import cluster_line, percent, results_table, table
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.simulate import Simulation, plan_record, with_ratios
@@ -40,6 +40,7 @@ def answer(arguments: Namespace) -> int:
     for world_size in arguments.weak_scaling or ():
         bench.cluster(world_size)
     entries = [bench.entry(spec, arguments.world_size, batch_size) for spec in arguments.planner]
+    warn_of_extrapolation(data, bench.cluster(arguments.world_size))
     results, plans = _simulate(bench, entries, arguments.plans)
     scaling = _weak_scaling(bench)
     extra, text = price_and_deadline(bench, results)

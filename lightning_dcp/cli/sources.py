@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -110,6 +111,18 @@ def build_cluster(arguments: Namespace, world_size: int) -> Cluster:
         ranks_per_node=arguments.ranks_per_node,
         **limits,
     )
+
+
+def warn_of_extrapolation(data: Data, cluster: Cluster) -> None:
+    """Say on standard error that samples are longer than the profile's probes: their times are a straight line."""
+    longest = cluster.cost.profile.max_tokens
+    if longer := int((data.shapes.prod(axis=1) > longest).sum()):
+        print(
+            f"note: {longer:,} of {len(data.shapes):,} samples are longer than the {longest:,} tokens that the profile "
+            "ends at; beyond them time grows as a straight line, so attention comes out too cheap and the useful "
+            "share too high",
+            file=sys.stderr,
+        )
 
 
 def checked_cluster(arguments: Namespace, data: Data, world_size: int) -> Cluster:
