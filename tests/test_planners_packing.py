@@ -24,8 +24,11 @@ from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import InfeasibleError, Limits, PlanRequest
 from lightning_dcp.planners.packing import packed_lower_bound, plan_packed
 from lightning_dcp.planners.packing.bound import Bound
+from lightning_dcp.planners.packing.construct import construct
+from lightning_dcp.planners.packing.exchange import even_out
 from lightning_dcp.planners.packing.levels import fraction, scaled
 from lightning_dcp.planners.packing.menu import Menu
+from lightning_dcp.planners.packing.rows import Kinds
 from lightning_dcp.planners.packing.trials import search
 from lightning_dcp.topology import World
 from tests.synthetic import analytic_measurement, analytic_profile
@@ -277,8 +280,9 @@ def test_bound_and_makespan_against_the_optimum_over_all_rows() -> None:
         assert plan.makespan >= best * (1 - 2e-6), f"case {seed}: below the optimum"
         ratios.append(plan.makespan / best)
         tight += plan.lower_bound >= 0.98 * best
-    assert np.mean(ratios) <= 1.05
-    assert max(ratios) <= 1.5
+    # Asked for are 1.05 and 1.5; the single changes of the busiest rank find the optimum itself nearly always.
+    assert np.mean(ratios) <= 1.002
+    assert max(ratios) <= 1.1
     # A bound that is valid because it is low would be worth nothing.
     assert tight >= 30
 
@@ -327,6 +331,36 @@ def naive_bound(asked: PlanRequest, priced: list[list[Option]], makespan: int) -
     return max(totals) / asked.world.world_size
 
 
+def most_work(pieces: Sequence[tuple[float, float]], amount: float) -> float:
+    """Most work within an amount of a resource, from pieces of ``(work, use)`` that may be cut."""
+    done = 0.0
+    for work, use in sorted(pieces, key=lambda piece: -piece[0] / piece[1]):
+        taken = min(use, amount)
+        done, amount = done + work * taken / use, amount - taken
+    return done
+
+
+def rows_suffice(asked: PlanRequest, priced: list[list[Option]], makespan: int) -> bool:
+    """Whether whole rows leave room for this makespan: every split of the ranks by their number of rows."""
+    limits, world_size = asked.limits, asked.world.world_size
+    work = [min(o.sp_size * o.time for o in one if o.fixed + o.time <= makespan) for one in priced]
+    fixed = min(o.fixed for one in priced for o in one)
+    resources = [(1.0, limits.max_batch_size or len(work))] * len(work)
+    kinds = [resources]
+    if limits.max_tokens:
+        kinds.append([(float(length), limits.max_tokens) for (length,) in asked.sizes])
+    for uses, rows in product(kinds, range(8)):
+        pieces = [(w, use) for w, (use, _) in zip(work, uses, strict=True)]
+        best = max(
+            min(few * (makespan - fixed), most_work(pieces, few * rows * uses[0][1]))
+            + (world_size - few) * max(makespan - (rows + 1) * fixed, 0)
+            for few in range(world_size + 1)
+        )
+        if best < sum(work):
+            return False
+    return True
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_bound_is_its_definition(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -343,9 +377,24 @@ def test_the_bound_is_its_definition(seed: int) -> None:
     least = bound.least_makespan()
     for makespan in (least, least * 11 // 10, 2 * least):
         assert bound.at(makespan) == pytest.approx(naive_bound(asked, priced, makespan), rel=1e-5)
-    assert naive_bound(asked, priced, least + least // 10**5) <= least + least // 10**5
-    below = least - least // 10**5
-    assert naive_bound(asked, priced, below) > below or least == bound.menu.shortest_times.max()
+    above, below = least + least // 10**5, least - least // 10**5
+    assert naive_bound(asked, priced, above) <= above
+    assert rows_suffice(asked, priced, above)
+    excluded = naive_bound(asked, priced, below) > below or not rows_suffice(asked, priced, below)
+    assert excluded or least == bound.menu.shortest_times.max()
+
+
+def test_a_rank_pays_for_whole_rows() -> None:
+    # A row holds 10 of these samples: with 20 each of two ranks needs one row, with 22 two, not 1.1.
+    def plan_of(count: int) -> IterationPlan:
+        return plan_packed(packed_request([100] * count, 2, max_tokens=1000, cost=COSTS[2]), MOVES)
+
+    fixed = COSTS[2].packed_row(1, (), (0,))[0]
+    two, four = plan_of(20), plan_of(22)
+    assert len(two.micro_batches) == 2
+    assert two.gap < 1e-6
+    assert four.lower_bound - two.lower_bound > 0.9 * fixed
+    assert four.gap < 0.001
 
 
 def test_ranges_of_many_layers_bound_from_below() -> None:
@@ -442,6 +491,20 @@ def test_the_reference_model_is_planned_near_the_bound(
         gaps.append(plan_packed(reference_request(world_size, lengths, packing=True, cost=REFERENCE), MOVES).gap)
     assert np.mean(gaps) <= mean_gap
     assert max(gaps) <= worst_gap
+
+
+def test_groups_of_one_size_are_evened_out_at_once() -> None:
+    asked = reference_request(256, lognormal_lengths(2048, 1340, 1.0, 0, 256), packing=True, cost=REFERENCE)
+    kinds = Kinds(Menu.build(asked))
+    rows = construct(kinds, np.full(2048, kinds.index((5, (0,)))))
+    assert {int(size) for size in rows.size} == {32}
+    rows = construct(kinds, np.where(kinds.menu.lengths > 6000, kinds.index((4, (0,))), kinds.index((0, (0,)))))
+    spread = rows.makespan / rows.loads.mean() - 1
+    used = even_out(rows, 0, 60, 0)
+    assert 0 < used <= 60
+    assert rows.makespan / rows.loads.mean() - 1 < min(0.1 * spread, 0.002)
+    assert even_out(rows, 0, 0, 0) == 0
+    assert even_out(rows, 0, 60, rows.makespan) == 0
 
 
 def test_moves_lower_the_makespan() -> None:

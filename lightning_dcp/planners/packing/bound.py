@@ -7,7 +7,8 @@ share over all ``(p, r)`` in which the sample alone lasts at most ``D``; ``LB(D)
 every plan of makespan ``D`` or less, so none is shorter than ``LB* = min{D : LB(D) <= D}``.
 
 The resource may be chosen for each ``(p, r)``: tokens, bytes (at that ``r``), samples, or time, of which a row in a
-plan of makespan ``D`` has ``D - t0``. All shares are integers, rounded down.
+plan of makespan ``D`` has ``D - t0``. All shares are integers, rounded down. That a rank has whole rows only makes the
+bound tighter, see :mod:`~lightning_dcp.planners.packing.counting`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from itertools import count
 import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
-from lightning_dcp.planners.packing.levels import LARGEST, Level, build_levels, fraction
+from lightning_dcp.planners.packing.counting import RowCount
+from lightning_dcp.planners.packing.levels import LARGEST, Level, build_levels
 from lightning_dcp.planners.packing.menu import Menu
 from lightning_dcp.planners.protocol import PlanRequest
 
@@ -57,9 +59,15 @@ class Bound:
         return cls(menu=menu, levels=build_levels(menu))
 
     def least_makespan(self) -> int:
-        """``LB*``: every step of the search proves that no plan lasts less than ``low``."""
-        low = int(self.menu.shortest_times.max())
-        value = low if self.menu.saturates else self.at(low)
+        """The least makespan that neither the shares nor the number of rows exclude."""
+        longest = int(self.menu.shortest_times.max())
+        if self.menu.saturates:
+            return longest
+        return RowCount(self.menu, self.levels).least_makespan(self._least_shared(longest))
+
+    def _least_shared(self, low: int) -> int:
+        """``LB*``, at least ``low``: every step of the search proves that no plan lasts less than ``low``."""
+        value = self.at(low)
         below = above = low, value
         high = value
         for step in count():
@@ -79,11 +87,11 @@ class Bound:
         """``LB(D)``: nanoseconds that every plan of at most ``D`` takes, with the best of several shares."""
         starts = [level.start(makespan) for level in self.levels]
         used = [
-            (level, start, fraction(level.times[start:], makespan - level.fixed))
+            (level, start, level.late_share(start, makespan))
             for level, start in zip(self.levels, starts, strict=True)
             if start < len(level.times)
         ]
-        names = ("time", *sorted({name for level in self.levels for name in level.parts}))
+        names = ("time", *sorted({name for level in self.levels for name in level.shares}))
         total = max(self._total(name, used) for name in names)
         return -(-total // self.menu.request.world.world_size)
 
@@ -91,8 +99,8 @@ class Bound:
         """Sum over the samples of the least rank-time share, where each carries its part of one resource."""
         least = np.full(len(self.menu.lengths), LARGEST // len(self.menu.lengths), dtype=np.int64)
         for level, start, late in used:
-            part = level.parts[name][start:] if name in level.parts else late
-            np.minimum(least[start:], level.cost(start, part), out=least[start:])
+            share = level.shares[name][start:] if name in level.shares else late
+            np.minimum(least[start:], share, out=least[start:])
         return int(least.sum())
 
     def cheapest(self, makespan: int) -> IntArray:
@@ -125,7 +133,7 @@ class Bound:
         least = np.full(len(self.menu.lengths), LARGEST, dtype=np.int64)
         chosen = np.full(len(least), -1, dtype=np.int64)
         for k, (level, start) in enumerate(zip(self.levels, starts, strict=True)):
-            cost = level.cost(start, level.fullest(start))
+            cost = level.full_share(start)
             better = (cost < least[start:]) | last
             if width is not None:
                 better &= width[start:] == level.width

@@ -12,8 +12,6 @@ from lightning_dcp.cost import IntArray
 from lightning_dcp.planners.packing.rows import Kinds, Rows
 from lightning_dcp.topology import Block
 
-_TRIED = 4
-"""Groups that are asked for room in an open row before a new row is opened."""
 _NO_LIMIT = 2**62
 _ABSORBED = 4
 """A sample without room joins a row of a wider group if that costs at most one of these parts of a new row."""
@@ -71,35 +69,28 @@ class _Dealer:
         self.wider.insert(0, {rank: block for block in blocks for rank in range(block[0], block[0] + block[1])})
 
     def _place(self, heap: list[tuple[int, int]], width: int, i: int, kind: int) -> int:
-        """The row that the sample joins."""
-        size, fixed = self.sizes[width], self.fixed[kind]
-        # A sample of more than half a row would hardly find room.
-        allowed = _TRIED if 2 * self.lengths[i] <= self.capacity[width] else 1
-        tried: list[tuple[int, int]] = []
-        row = -1
-        while row < 0 and heap and len(tried) < allowed:
+        """The row that the sample joins, on the idlest group of its width or around it."""
+        load, first = heap[0]
+        # Samples that joined a wider group made others busier too.
+        while load != self.loads[first]:
+            heapq.heapreplace(heap, (self.loads[first], first))
             load, first = heap[0]
-            if load != self.loads[first]:
-                heapq.heapreplace(heap, (self.loads[first], first))
-                continue
-            if tried and load >= tried[0][0] + fixed:
-                break
-            tried.append(heapq.heappop(heap))
-            row = self._join((first, size), i)
+        block = first, self.sizes[width]
+        row = self._join(block, i)
         if row < 0:
-            row = self._absorb(tried[0][1], size, i, kind)
+            row = self._absorb(block, i, kind)
         if row < 0:
-            row = self._start((tried[0][1], size), i, kind)
-        for entry in tried:
-            heapq.heappush(heap, entry)
+            row = self._start(block, i, kind)
+        heapq.heapreplace(heap, (self.loads[first], first))
         return row
 
-    def _absorb(self, rank: int, size: int, i: int, kind: int) -> int:
-        """A row of a wider group around ``rank`` that takes the sample for less than part of a new row; or -1."""
+    def _absorb(self, block: Block, i: int, kind: int) -> int:
+        """A row of a wider group around this one that takes the sample for less than part of a new row; or -1."""
+        first, size = block
         most = size * (self.times[kind][i] + self.fixed[kind] // _ABSORBED)
         for blocks in self.wider:
-            if rank in blocks:
-                row = self._join(blocks[rank], i, most)
+            if first in blocks:
+                row = self._join(blocks[first], i, most)
                 if row >= 0:
                     return row
         return -1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dcp.cost import INFEASIBLE, IntArray
+from lightning_dcp.cost import IntArray
 from lightning_dcp.planners.packing.rows import Rows, Swap
 
 NEVER = 2**60
@@ -70,7 +70,7 @@ class Contents:
         left_time = np.where(emptied, 0, self.price(np.full(len(taken), here), left))
         joined_time = self.price(there, joined)
         return Swap(
-            fits=rows.has_room(given, source, taken, target) & (np.maximum(left_time, joined_time) < INFEASIBLE),
+            fits=rows.has_room(given, source, taken, target),
             source_time=np.minimum(left_time, NEVER) - self.times[source],
             target_time=np.minimum(joined_time, NEVER) - self.times[target],
         )

@@ -9,7 +9,7 @@ import numpy as np
 from lightning_dcp.cost import IntArray
 from lightning_dcp.planners.packing.rows import Rows
 
-_PAIRS = 48
+_PAIRS = 64
 """Pairs of groups that are compared in a round, more where there are many groups."""
 _SAMPLES = 16
 """Samples of each group that are compared in a round; of more, others in each round."""

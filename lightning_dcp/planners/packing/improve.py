@@ -15,7 +15,7 @@ _PLACES = 1500
 """Places that are looked at for one change, those on the idlest groups."""
 _OWN = 24
 """Samples and rows of the busiest rank that are looked at for one change."""
-_EXACT = 5000
+_EXACT = 600
 """Changes up to which recomputed layers are chosen anew for each, where memory is tight."""
 _NEVER = 2**60
 _NOWHERE = -(2**61)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -10,7 +9,6 @@ import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
 from lightning_dcp.planners.packing.menu import Menu, Width
-from lightning_dcp.planners.protocol import Limits
 
 _BITS = 31
 LARGEST = 2**61
@@ -33,8 +31,8 @@ class Level:
         fixed: ``t0``, nanoseconds.
         times: ``w``, nanoseconds, ``[n]``.
         fits: first sample (longest first) that fits alone.
-        parts: what a sample uses of a row's tokens, samples and bytes, as :func:`fraction`; without an entry where
-            there is no such limit.
+        shares: rank-time ``p (w + t0 u / cap)`` of each sample for tokens, samples and bytes as the resource ``u``,
+            ``[n]``; without an entry where there is no such limit.
     """
 
     width: int
@@ -43,22 +41,24 @@ class Level:
     fixed: int
     times: IntArray
     fits: int
-    parts: dict[str, IntArray]
+    shares: dict[str, IntArray]
 
     def start(self, makespan: int) -> int:
         """First sample that fits and lasts at most ``makespan`` alone."""
         short = int(np.searchsorted(self.times[::-1], makespan - self.fixed, side="right"))
         return max(self.fits, len(self.times) - short)
 
-    def cost(self, start: int, part: IntArray) -> IntArray:
-        """Rank-time of the samples from ``start`` on that carry these parts of the fixed cost."""
-        return np.asarray(self.sp_size * (self.times[start:] + scaled(self.fixed, part)))
+    def late_share(self, start: int, makespan: int) -> IntArray:
+        """Rank-time of the samples from ``start`` on with time as the resource, in a plan of this makespan."""
+        return share(
+            self.sp_size, self.fixed, self.times[start:], fraction(self.times[start:], makespan - self.fixed)
+        )
 
-    def fullest(self, start: int) -> IntArray:
-        """What the samples from ``start`` on use of what runs out first, of tokens, samples and bytes."""
-        if not self.parts:
-            return 0 * self.times[start:]
-        return np.asarray(np.max([part[start:] for part in self.parts.values()], axis=0))
+    def full_share(self, start: int) -> IntArray:
+        """Rank-time of the samples from ``start`` on in rows that are full in what runs out first."""
+        if not self.shares:
+            return self.sp_size * self.times[start:]
+        return np.asarray(np.max([values[start:] for values in self.shares.values()], axis=0))
 
 
 def build_levels(menu: Menu) -> tuple[Level, ...]:
@@ -66,23 +66,30 @@ def build_levels(menu: Menu) -> tuple[Level, ...]:
     levels = []
     for index, width in enumerate(menu.widths):
         most = LARGEST // (max(len(menu.lengths), 1) * width.sp_size)
-        for low, high in _boxes(width, menu.request.limits):
+        for low, high in _boxes(width, menu):
             fits, parts = _use(menu, width, low, high)
             if fits == len(menu.lengths):
                 continue
             fixed, times = width.times(low)
+            fixed, times = min(fixed, most), np.minimum(times, most)
+            shares = {name: share(width.sp_size, fixed, times, part) for name, part in parts.items()}
             levels.append(
                 Level(
                     width=index,
                     sp_size=width.sp_size,
                     counts=high,
-                    fixed=min(fixed, most),
-                    times=np.minimum(times, most),
+                    fixed=fixed,
+                    times=times,
                     fits=fits,
-                    parts=parts,
+                    shares=shares,
                 )
             )
     return tuple(levels)
+
+
+def share(sp_size: int, fixed: int, times: IntArray, part: IntArray) -> IntArray:
+    """Rank-time of samples that carry these parts of a row's fixed cost."""
+    return sp_size * (times + scaled(fixed, part))
 
 
 def fraction(used: IntArray, capacity: int) -> IntArray:
@@ -114,19 +121,26 @@ def _use(menu: Menu, width: Width, low: IntArray, high: IntArray) -> tuple[int, 
     return fits, parts
 
 
-def _boxes(width: Width, limits: Limits) -> Iterator[tuple[IntArray, IntArray]]:
+def _boxes(width: Width, menu: Menu) -> list[tuple[IntArray, IntArray]]:
     """Ranges of recompute counts, first and last ``[families]``, that together hold all that a row may have."""
-    layers = width.terms.layers
+    layers, limits = width.terms.layers, menu.request.limits
     if limits.recompute != "auto" or not width.binds:
         counts = layers if limits.recompute == "full" else 0 * layers
-        yield counts, counts
-        return
+        return [(counts, counts)]
     # A single family is never recomputed whole: the last layer costs time and frees nothing.
     tops = [int(layers[0]) - 1] if len(layers) == 1 else layers.tolist()
     choices = int(_MAX_RANGES ** (1 / max(len(tops), 1)) + 1e-9)
+    found: list[tuple[IntArray, IntArray]] = []
+    ample: list[IntArray] = []
     for chosen in product(*(_ranges(top, choices) for top in tops)):
         low, high = (np.asarray(ends, dtype=np.int64) for ends in zip(*chosen, strict=True))
-        yield low, high
+        # With counts at which every row fits there is no reason to recompute more.
+        if any((counts <= low).all() for counts in ample):
+            continue
+        found.append((low, high))
+        if not width.may_pass(low, menu.lengths):
+            ample.append(low)
+    return found
 
 
 def _ranges(top: int, choices: int) -> list[tuple[int, int]]:

@@ -49,6 +49,11 @@ class Width:
         """Nanoseconds of the fixed part and of each sample with these recompute counts ``[families]``."""
         return int(self.base.time(counts)), self.terms.time(counts)
 
+    def may_pass(self, counts: IntArray, lengths: IntArray) -> bool:
+        """Whether a row of as many tokens as allowed may pass the room, with these recompute counts."""
+        fixed, each = self.most_bytes(counts)
+        return fixed + int((-(-each // lengths)).max(initial=0)) * min(int(lengths.sum()), self.tokens) > self.room
+
     def least_bytes(self, counts: IntArray, full: IntArray) -> tuple[int, IntArray]:
         """Bytes of the fixed part and of each sample with these counts, whose sum no row stays below.
 
@@ -175,15 +180,8 @@ def _width(request: PlanRequest, sp_size: int, lengths: IntArray) -> Width:
         room=limits.memory_bytes - cost.profile.static_bytes,
         binds=False,
     )
-    return replace(width, binds=_binds(width, lengths, limits))
-
-
-def _binds(width: Width, lengths: IntArray, limits: Limits) -> bool:
-    """Whether a row of as many tokens as allowed may pass the room; where there is a choice, without recompute."""
     layers = width.terms.layers
-    fixed, each = width.most_bytes(layers if limits.recompute == "full" else 0 * layers)
-    tokens = min(int(lengths.sum()), width.tokens)
-    return fixed + int((-(-each // lengths)).max(initial=0)) * tokens > width.room
+    return replace(width, binds=width.may_pass(layers if limits.recompute == "full" else 0 * layers, lengths))
 
 
 def _held(terms: Terms, counts: IntArray, layer_input: IntArray) -> IntArray:

@@ -20,7 +20,7 @@ _TARGETS = (100, 110, 125, 150, 200, 300, 75, 50, 35, 25, 10)
 _PLACED = 4096
 """Samples that are placed in all first placements together, if more than two are needed."""
 _POLISHED = 4
-_SEARCHED = 8192
+_SEARCHED = 4096
 """Samples and ranks that are gone through in all single changes together."""
 _LEAST_CHANGES = 8
 
@@ -89,6 +89,6 @@ def _polished(rows: Rows, least: int, enough: int, max_moves: int) -> Rows:
 
 
 def _even(rows: Rows) -> int:
-    """Makespan that exchanges could hardly lower: the mean of all ranks and 1/2048 more."""
+    """Makespan that exchanges could hardly lower: the mean of all ranks and 1/1024 more."""
     mean = int(rows.loads.sum()) // len(rows.loads)
-    return mean + (mean >> 11)
+    return mean + (mean >> 10)
