@@ -26,9 +26,9 @@ from lightning_dcp.planners.packing import packed_lower_bound, plan_packed
 from lightning_dcp.planners.packing.bound import Bound
 from lightning_dcp.planners.packing.construct import construct
 from lightning_dcp.planners.packing.exchange import even_out
+from lightning_dcp.planners.packing.kinds import Kinds
 from lightning_dcp.planners.packing.levels import fraction, scaled
 from lightning_dcp.planners.packing.menu import Menu
-from lightning_dcp.planners.packing.rows import Kinds
 from lightning_dcp.planners.packing.trials import search
 from lightning_dcp.topology import World
 from tests.synthetic import analytic_measurement, analytic_profile

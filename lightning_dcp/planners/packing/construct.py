@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_dcp.cost import IntArray
-from lightning_dcp.planners.packing.rows import Kinds, Rows
+from lightning_dcp.planners.packing.kinds import Kinds
+from lightning_dcp.planners.packing.rows import Rows
 from lightning_dcp.topology import Block
 
 _NO_LIMIT = 2**62

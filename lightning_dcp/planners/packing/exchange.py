@@ -38,18 +38,21 @@ def even_out(rows: Rows, width: int, rounds: int, goal: int) -> int:
     before = rows.makespan
     while used < rounds and failed < _PATIENCE and len(members.samples) > 1:
         loads = rows.block_loads(width)
-        most, mean = int(loads.max()), int(loads.sum()) // len(loads)
-        if most <= goal:
+        if loads.max() <= goal:
             break
         if used % _WATCHED == _WATCHED - 1:
-            # Too little for the time it takes: less than a sixteenth of what is left above the mean.
-            if (before - most) * 16 < before - mean:
+            if _is_slow(before, loads):
                 break
-            before = most
+            before = int(loads.max())
         busy, others = _pairs(loads, used)
         failed = 0 if _exchange(rows, members, loads, busy, others, used) else failed + 1
         used += 1
     return used
+
+
+def _is_slow(before: int, loads: IntArray) -> bool:
+    """Whether less than a sixteenth of what the busiest group had above the mean is gone: too little for the time."""
+    return bool((before - int(loads.max())) * 16 < before - int(loads.sum()) // len(loads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +115,23 @@ def _exchange(rows: Rows, members: _Members, loads: IntArray, busy: IntArray, ot
     Arrays of all possibilities have the shape ``[pairs, given, taken]``; behind the samples that may be taken stand
     the rows that may be joined without taking one.
     """
-    none, columns = len(rows.row_of), members.columns(turn)
-    first, second = np.repeat(busy, others.shape[1]), others.ravel()
+    columns, pairs = members.columns(turn), (np.repeat(busy, others.shape[1]), others.ravel())
     given, back, into = (
-        members.samples[first][:, columns],
-        members.samples[second][:, columns],
-        members.rows[second],
+        members.samples[pairs[0]][:, columns],
+        members.samples[pairs[1]][:, columns],
+        members.rows[pairs[1]],
     )
-    target = np.concatenate([rows.row_of[back], into], axis=1)
-    allowed = np.concatenate([back, into], axis=1) >= 0
+    source, target = rows.row_of[given], np.concatenate([rows.row_of[back], into], axis=1)
+    exists = (given >= 0)[:, :, None] & (np.concatenate([back, into], axis=1) >= 0)[:, None, :]
+    none = len(rows.row_of)
     taken = np.concatenate([np.where(back >= 0, back, none), np.full_like(into, none)], axis=1)
-    source = rows.row_of[given]
     swap = rows.swap(given[:, :, None], source[:, :, None], taken[:, None, :], target[:, None, :])
-    before = loads[first][:, None, None], loads[second][:, None, None]
+    before = loads[pairs[0]][:, None, None], loads[pairs[1]][:, None, None]
     worst = np.maximum(before[0] + swap.source_time, before[1] + swap.target_time)
-    allowed = swap.fits & (given >= 0)[:, :, None] & allowed[:, None, :]
-    worst = np.where(allowed, worst, _NEVER).reshape(len(busy), -1)
+    worst = np.where(swap.fits & exists, worst, _NEVER).reshape(len(busy), -1)
     best = worst.argmin(axis=1)
     gains = np.flatnonzero(worst[np.arange(len(busy)), best] < loads[busy])
-    other, a, b = np.unravel_index(best[gains], (others.shape[1], *allowed.shape[1:]))
+    other, a, b = np.unravel_index(best[gains], (others.shape[1], *exists.shape[1:]))
     # Of the busy groups that chose the same other one the first goes ahead.
     _, kept = np.unique(others[gains, other], return_index=True)
     gains, other, a, b = gains[kept], other[kept], a[kept], b[kept]

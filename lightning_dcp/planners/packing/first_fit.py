@@ -7,7 +7,8 @@ import heapq
 import numpy as np
 
 from lightning_dcp.cost import IntArray
-from lightning_dcp.planners.packing.rows import Kinds, Rows
+from lightning_dcp.planners.packing.kinds import Kinds
+from lightning_dcp.planners.packing.rows import Rows
 
 
 def first_fit(kinds: Kinds, chosen: IntArray) -> Rows:

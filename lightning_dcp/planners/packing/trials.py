@@ -13,10 +13,12 @@ from lightning_dcp.planners.packing.construct import construct
 from lightning_dcp.planners.packing.exchange import even_out
 from lightning_dcp.planners.packing.first_fit import first_fit
 from lightning_dcp.planners.packing.improve import improve
-from lightning_dcp.planners.packing.rows import Kinds, Rows
+from lightning_dcp.planners.packing.kinds import Kinds
+from lightning_dcp.planners.packing.rows import Rows
 
-_TARGETS = (100, 110, 125, 150, 200, 300, 75, 50, 35, 25, 10)
+_TARGETS = (100, 150, 50)
 """Targets of the makespan in percent of the lower bound: samples get the cheapest groups that meet them."""
+_MORE_TARGETS = (110, 125, 200, 300, 75, 35, 25, 10)
 _PLACED = 4096
 """Samples that are placed in all first placements together, if more than two are needed."""
 _POLISHED = 4
@@ -52,15 +54,17 @@ def search(bound: Bound, least: int, max_moves: int) -> Rows:
 def _placements(bound: Bound, least: int) -> Iterator[Rows]:
     """First placements, the most promising one first, without repeats."""
     kinds, met = Kinds(bound.menu), set[bytes]()
-    for percent in _TARGETS:
-        level = bound.cheapest(least * percent // 100)
-        if level.tobytes() not in met:
-            met.add(level.tobytes())
-            yield construct(kinds, _kinds_of(bound, kinds, level))
-    for width, fullest in product(range(len(bound.menu.widths)), (False, True)):
-        level = bound.cheapest_from(width, fullest)
-        if not fullest or (level != bound.cheapest_from(width, False)).any():
-            yield first_fit(kinds, _kinds_of(bound, kinds, level))
+    plain = (bound.cheapest_from(*choice) for choice in product(range(len(bound.menu.widths)), (False, True)))
+    for place, levels in (
+        (construct, (bound.cheapest(least * percent // 100) for percent in _TARGETS)),
+        (first_fit, plain),
+        (construct, (bound.cheapest(least * percent // 100) for percent in _MORE_TARGETS)),
+    ):
+        for level in levels:
+            name = place.__name__.encode() + level.tobytes()
+            if name not in met:
+                met.add(name)
+                yield place(kinds, _kinds_of(bound, kinds, level))
 
 
 def _kinds_of(bound: Bound, kinds: Kinds, chosen: IntArray) -> IntArray:
