@@ -30,7 +30,7 @@ WIDTH = 1024
 
 
 class Wide(pl.LightningModule):
-    """Layers of a million parameters, as many as are asked for."""
+    """Layers of about a million parameters, as many as are asked for."""
 
     def __init__(self, millions: int) -> None:
         super().__init__()
@@ -132,9 +132,10 @@ def main() -> None:
     everyone: list[Any] = [None] * arguments.ranks
     dist.all_gather_object(everyone, measure.found)
     if resumed.is_global_zero:
-        size = path.stat().st_size
+        parameters = sum(p.numel() for p in Wide(arguments.parameters).parameters())
+        head = {**vars(arguments), "parameters": parameters, "file_bytes": path.stat().st_size}
+        head |= {"cores": os.cpu_count(), "torch": torch.__version__}
         path.unlink()
-        head = {**vars(arguments), "file_bytes": size, "cores": os.cpu_count(), "torch": torch.__version__}
         print(json.dumps({**head, "ranks_found": everyone}))
 
 
