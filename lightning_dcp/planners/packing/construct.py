@@ -46,11 +46,13 @@ class _Dealer:
         self.times: dict[int, list[int]] = {}
         self.bytes: dict[int, list[int]] = {}
         self.fixed: dict[int, int] = {}
+        self.least: dict[int, int] = {}
         self.loads = [0] * menu.request.world.world_size
         self.open: dict[Block, list[tuple[int, int]]] = {}
         self.wider: list[dict[int, Block]] = []
         self.first: list[int] = []
         self.kind: list[int] = []
+        self.left: list[int] = []
         self.room: list[int] = []
         self.places: list[int] = []
         self.row_of = [0] * len(self.lengths)
@@ -61,6 +63,7 @@ class _Dealer:
             self.times[kind] = self.kinds.times[kind].tolist()
             self.bytes[kind] = self.kinds.bytes[kind].tolist()
             self.fixed[kind] = int(self.kinds.fixed[kind])
+            self.least[kind] = int((self.kinds.bytes[kind, :-1] // self.kinds.menu.lengths).min())
         blocks = [(first, self.sizes[width]) for first in self.kinds.firsts[width].tolist()]
         self.open.update((block, []) for block in blocks)
         heap = [(self.loads[first], first) for first, _ in blocks]
@@ -100,12 +103,12 @@ class _Dealer:
         """The fullest open row of a group that has room for a sample, for at most so much rank-time; or -1."""
         rows = self.open[block]
         for position in range(bisect_left(rows, (self.lengths[i],)), len(rows)):
-            left, row = rows[position]
+            row = rows[position][1]
             kind = self.kind[row]
             time = self.times[kind][i]
             if self.bytes[kind][i] <= self.room[row] and block[1] * time <= most:
                 del rows[position]
-                self._fill(rows, left, row, i)
+                self._fill(rows, row, i)
                 self._add(block, time)
                 return row
         return -1
@@ -115,17 +118,23 @@ class _Dealer:
         row = len(self.first)
         self.first.append(block[0])
         self.kind.append(kind)
+        self.left.append(self.capacity[int(self.kinds.width[kind])])
         self.room.append(int(self.kinds.room[kind]))
         self.places.append(self.most)
-        self._fill(self.open[block], self.capacity[int(self.kinds.width[kind])], row, i)
+        self._fill(self.open[block], row, i)
         self._add(block, self.times[kind][i] + self.fixed[kind])
         return row
 
-    def _fill(self, rows: list[tuple[int, int]], left: int, row: int, i: int) -> None:
+    def _fill(self, rows: list[tuple[int, int]], row: int, i: int) -> None:
+        """Put a sample into a row and sort the row anew by the longest sample that it could still take."""
+        kind = self.kind[row]
+        self.left[row] -= self.lengths[i]
+        self.room[row] -= self.bytes[kind][i]
         self.places[row] -= 1
-        self.room[row] -= self.bytes[self.kind[row]][i]
         if self.places[row]:
-            insort(rows, (left - self.lengths[i], row))
+            least = self.least[kind]
+            longest = min(self.left[row], self.room[row] // least) if least else self.left[row]
+            insort(rows, (longest, row))
 
     def _add(self, block: Block, time: int) -> None:
         first, size = block
