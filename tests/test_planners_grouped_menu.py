@@ -62,7 +62,7 @@ def test_settings_are_those_of_most_throughput_over_every_integer_b(
         assert {s.sp_size for s in menu} == set(wanted)
         for s in menu:
             share = Fraction(s.sp_size * s.nanoseconds, s.batch_size)
-            assert share <= wanted[s.sp_size][0] * Fraction(1005, 1000)
+            assert share <= wanted[s.sp_size][0] * Fraction(1002, 1000)
             compared += 1
         shares = [Fraction(s.sp_size * s.nanoseconds, s.batch_size) for s in menu]
         assert shares == sorted(shares)
@@ -90,7 +90,7 @@ def test_fewest_recomputed_layers_are_never_slower_than_all() -> None:
         for size, fewest, all_ in zip(groups.sizes, intra, inter, strict=True):
             # Algorithm 1 as meant compares throughput, so each setting of inter is among those that it sees.
             assert fewest[0].sp_size * fewest[0].nanoseconds * all_[0].batch_size <= (
-                all_[0].sp_size * all_[0].nanoseconds * fewest[0].batch_size * 1.005
+                all_[0].sp_size * all_[0].nanoseconds * fewest[0].batch_size * 1.002
             )
             for p, b, time in all_:
                 same_batch = asked.cost.settings(p, np.asarray(b), padded_tokens(size, p), memory)

@@ -60,7 +60,7 @@ class DCPInter(_DataCentric):
 
     Attributes:
         full_batches: keep the batches of most throughput however much time is idle, as the paper's text has it; the
-            paper takes samples of each length to be without end. Otherwise shorter ones are tried where 5 % are idle.
+            paper takes samples of each length to be without end. Otherwise shorter ones are tried where 3 % are idle.
             The other options are those of :class:`~lightning_dcp.planners.grouped.base.Grouped`.
     """
 

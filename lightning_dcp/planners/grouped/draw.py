@@ -25,11 +25,11 @@ Accumulate = Callable[[Kinds], tuple[IntArray, int]]
 
 _Settings = Sequence[Sequence[Setting]]
 
-_MUCH_IDLE = 5
+_MUCH_IDLE = 3
 """Percent of the ranks' time; below, batches are not made shorter."""
 
-_PATIENCE = 8
-"""Steps of a third without gain after which no shorter batches are tried."""
+_PATIENCE = 12
+"""Steps of a fifth without gain after which no shorter batches are tried."""
 
 
 class Batch(NamedTuple):
@@ -76,8 +76,8 @@ def draw(
     samples, the first ones of each group.
 
     Full batches are long, and no ``g`` within the limits balances times of 3 and 4 seconds, or groups that have too
-    few samples for two of them. So where 5 % of the time are idle the settings of shorter batches are tried (fewer
-    samples, or wider groups for long ones), in steps of a third, as long as 5 % are idle; the draw is taken that makes
+    few samples for two of them. So where 3 % of the time are idle the settings of shorter batches are tried (fewer
+    samples, or wider groups for long ones), in steps of a fifth, as long as 3 % are idle; the draw is taken that makes
     the best use of the time, the step's end included, in terms of the best settings (Eq. 1 and 2 together).
 
     Args:
@@ -103,11 +103,11 @@ def draw(
 
 
 def _limits(menus: Menus) -> Iterator[int]:
-    """Two thirds of the longest time, two thirds of these and so on, down to single samples."""
+    """Four fifths of the longest time, four fifths of these and so on, down to single samples."""
     limit = max(menu[0].nanoseconds for menu in menus.best)
     shortest = min(setting.nanoseconds // setting.batch_size for menu in menus.best for setting in menu)
     while limit > shortest:
-        limit = 2 * limit // 3
+        limit = 4 * limit // 5
         yield limit
 
 

@@ -13,7 +13,7 @@ from lightning_dcp.cost import INFEASIBLE, CostModel, IntArray
 from lightning_dcp.planners.assembly import may_share, padded_tokens
 from lightning_dcp.planners.protocol import Limits, PlanRequest
 
-_TOLERANCE = 0.005
+_TOLERANCE = 0.002
 """Throughputs that differ by less are equal; of equal settings the shortest micro-batch balances best."""
 
 
@@ -51,7 +51,7 @@ class Curve:
     def build(cls, request: PlanRequest, sp_size: int, sizes: IntArray, counts: IntArray) -> Curve:
         """Look for the least ``T / b`` of each group among ALL integers ``b`` within the limits.
 
-        Branch and bound: a range of batch sizes whose lower bound is not 0.5 % below the best ``T / b`` found is left
+        Branch and bound: a range of batch sizes whose lower bound is not 0.2 % below the best ``T / b`` found is left
         out, the others are halved. The samples of a group count as long as the largest of them. Recomputed layers are
         as ``limits.recompute`` says.
 
