@@ -135,14 +135,16 @@ class Grid:
                 f"batch sizes {batch_sizes.min()} to {batch_sizes.max()}; allowed are 1 to {MAX_TOKENS}"
             )
         row = np.searchsorted(self.batch_nodes, batch_sizes, side="right") - 1
-        base = rows[:, row]
-        inside = (row < len(self.batch_nodes) - 1)[:, None]
-        step = rows[:, row + 1] - np.where(inside, base, 0)
-        part, width = (batch_sizes - self.batch_nodes[row])[:, None], self.batch_widths[row][:, None]
-        if (row == row[:1]).all():
-            # Many divisions by the same number are several times as fast.
-            width = width[:1, 0]
-        return np.asarray(np.minimum(base + _scale(step, part, width), MAX_VALUE))
+        if len(row) and (row == row[0]).all():
+            # Between the same two nodes nothing need be copied, and many divisions by one number are fast.
+            row = row[:1]
+            base, after = rows[:, row[0], None], rows[:, row[0] + 1, None]
+        else:
+            base, after = rows[:, row], rows[:, row + 1]
+        step = after - np.where((row < len(self.batch_nodes) - 1)[:, None], base, 0)
+        part, width = batch_sizes - self.batch_nodes[row], self.batch_widths[row]
+        scaled = _scale(step, part[:, None], width if len(width) == 1 else width[:, None])
+        return np.asarray(np.minimum(base + scaled, MAX_VALUE))
 
     def _along_tokens(self, row: IntArray, token: IntArray) -> IntArray:
         column = np.searchsorted(self.token_nodes, token, side="right") - 1

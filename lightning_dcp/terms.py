@@ -56,6 +56,10 @@ class Terms:
         per_family = self.layers * self.plain_time + counts * self.recompute_time
         return np.asarray(per_family.sum(axis=-1) + self.constant_time)
 
+    def plain(self) -> IntArray:
+        """``T`` without recompute."""
+        return np.asarray((self.layers * self.plain_time).sum(axis=-1) + self.constant_time)
+
     def memory(self, counts: IntArray, static_bytes: int) -> IntArray:
         """``M`` (Eq. 6) with these counts of recomputed layers, ``[..., families]``."""
         held = (self.layers - counts) * self.activation + counts * self.layer_input
@@ -165,14 +169,13 @@ class Lines:
             of shape ``[R, n]``.
         """
         terms = Terms.from_stack(self.grid.between(self.rows, batch_sizes), self.layers)
-        none = np.zeros(len(self.layers), dtype=np.int64)
-        plain = terms.time(none)
-        room = memory_bytes - self.static_bytes
-        open_ = terms.memory(none, 0) > room if policy != "full" else np.ones(plain.shape, dtype=bool)
-        if not open_.any():
+        plain, room = terms.plain(), memory_bytes - self.static_bytes
+        held = (terms.layers * terms.activation).sum(axis=-1) + terms.constant_bytes
+        short = held > room if policy != "full" else np.ones(plain.shape, dtype=bool)
+        if not short.any():
             return plain, plain
         found = plain.copy()
-        found[open_] = Settings.within(terms.only(open_), room, 0, policy).nanoseconds
+        found[short] = Settings.within(terms.only(short), room, 0, policy).nanoseconds
         return found, plain
 
     def plain_line(self) -> tuple[IntArray, IntArray]:
@@ -181,7 +184,7 @@ class Lines:
         Without recompute the time is a line between two measured batch sizes and beyond the last; the flattest of
         these counts. ``T(b) >= first + growth * (b - 1)``.
         """
-        times = Terms.from_stack(self.rows, self.layers).time(np.zeros(len(self.layers), dtype=np.int64))
+        times = Terms.from_stack(self.rows, self.layers).plain()
         times[1:-1] -= times[:-2]
         # Each quantity of the first and of the asked batch size is rounded down by less than a nanosecond a layer.
         slack = int(self.layers.sum()) + 1

@@ -81,12 +81,13 @@ def least_area(asked: PlanRequest, makespan: int, shapes: list[tuple[int, ...]])
 
 
 @some
-@given(asked=requests(max_samples=6), percent=st.sampled_from([100, 130, 300]))
+@given(asked=requests(max_samples=6), percent=st.sampled_from([100, 110, 300]))
 def test_the_cut_is_the_cheapest_of_all_partitions(asked: PlanRequest, percent: int) -> None:
     """Mixed lengths and widths included: sorted neighbours in each micro-batch lose nothing (with one axis)."""
     bounds = built(asked)
     assume(asked.shapes.shape[1] == 1)
-    unit, within = bounds.samples.unit, bounds.least * percent // 100
+    unit = bounds.samples.unit
+    within = min(bounds.least * percent // 100, *(menu.cap for menu in bounds.menus), 2**50)
     found = cut(bounds.samples, bounds.menus, unit, np.full(len(unit), NEVER), within)
     assert int(found.least[0]) == least_area(asked, within, list(asked.sizes))
 
@@ -99,7 +100,7 @@ def test_any_prices_prove_no_more_than_is_true(asked: PlanRequest, data: st.Data
     alone, menus = bounds._padded()
     samples, world_size = bounds.samples, asked.world.world_size
     within = bounds.least * data.draw(st.integers(100, 300)) // 100
-    within = min(within, *(menu.cap for menu in menus))
+    within = min(within, *(menu.cap for menu in menus), 2**50)
     cuts = cut(samples, menus, samples.unit, unasked(alone, menus, within)[samples.unit], within)
     price = cuts.least[:-1] - cuts.least[1:]
     tenths = data.draw(st.lists(st.integers(-3, 40), min_size=len(price), max_size=len(price)))
@@ -171,7 +172,10 @@ def test_times_of_the_search(asked: PlanRequest, data: st.DataObject) -> None:
             if time < NEVER:
                 assert int(exact.nanoseconds) < NEVER
                 assert b not in sizes or time == int(exact.nanoseconds)
-                assert exact.recompute.any() or abs(time - int(exact.nanoseconds)) <= 20
+                after = min(size for size in sizes if size >= b)
+                most = shapes[start : start + after].max(axis=0)
+                recomputed = settings_within(asked, menu.sp_size, np.asarray(after), most).recompute.any()
+                assert recomputed or abs(time - int(exact.nanoseconds)) <= 20
             elif int(exact.nanoseconds) < NEVER and sizes and start < menu.asked:
                 assert times[-1] > menu.cap, "only what is too long was not asked for"
 

@@ -10,7 +10,7 @@ import numpy as np
 from lightning_dcp.planners.assembly import check_feasible, usable_sp_sizes
 from lightning_dcp.planners.padded.certificate import Certificate
 from lightning_dcp.planners.padded.least import NEVER
-from lightning_dcp.planners.padded.menus import Menu, build, shares_of, unasked
+from lightning_dcp.planners.padded.menus import Menu, Singles, build, shares_of, singles_of, unasked
 from lightning_dcp.planners.padded.prices import Cuts, cut
 from lightning_dcp.planners.padded.samples import Samples
 from lightning_dcp.planners.padded.sources import Alone, Source, for_bounds, for_certificates, for_plans
@@ -54,8 +54,11 @@ class Bounds:
         samples = Samples.build(request)
         alone = for_bounds(request, samples, sizes)
         source = for_plans(request, samples, alone)
-        _require(request, source, sizes)
-        menus = build(request, alone, sizes, margin)
+        singles = singles_of(source, sizes)
+        _require(request, singles)
+        if source is not alone:
+            singles = singles_of(alone, sizes)
+        menus = build(request, alone, singles, margin)
         return cls(
             request=request,
             samples=samples,
@@ -87,20 +90,19 @@ class Bounds:
         alone = for_certificates(self.samples, self.alone)
         if alone is self.alone:
             return self.alone, self.menus
-        return alone, build(self.request, alone, tuple(alone.tokens), self.margin)
+        return alone, build(self.request, alone, singles_of(alone, tuple(alone.tokens)), self.margin)
 
 
-def _require(request: PlanRequest, source: Source, sizes: tuple[int, ...]) -> None:
+def _require(request: PlanRequest, singles: Singles) -> None:
     """Refuse a step with a sample that fits no group even alone.
 
     Raises:
         InfeasibleError: names the first such sample and why it does not fit.
         ValueError: a sample takes too long on every group to be counted with others.
     """
-    one = np.ones(1, dtype=np.int64)
-    fastest = np.stack([source.rows(p, one, slice(None))[0][0] for p in sizes]).min(axis=0)
+    fastest = np.concatenate([times for times, _ in singles.values()]).min(axis=0)
     if (fastest >= NEVER).any():
-        check_feasible(request, sizes)
+        check_feasible(request, tuple(singles))
         raise ValueError(
-            f"a sample takes 2**50 ns (13 days) or more on all of {sizes} ranks; the profile is damaged"
+            f"a sample takes 2**50 ns (13 days) or more on all of {tuple(singles)} ranks; the profile is damaged"
         )

@@ -64,7 +64,7 @@ class Certificate:
             makespan: ``D``.
             world_size: ``W``.
         """
-        makespan = min(makespan, *(menu.cap for menu in self.menus))
+        makespan = min([makespan, *(menu.cap for menu in self.menus)])
         count = len(least) - 1
         factor = np.full(count, _ONE, dtype=np.int64)
         reach = np.zeros(count, dtype=np.int64)

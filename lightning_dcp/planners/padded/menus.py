@@ -7,7 +7,7 @@ may be below that of narrower ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -113,18 +113,27 @@ def shares_of(menus: Sequence[Menu], counts: IntArray) -> Shares:
     )
 
 
-def build(request: PlanRequest, source: Source, sp_sizes: Sequence[int], margin: int) -> list[Menu]:
-    """The menu of each size, ascending; every shape must fit at least one of them alone.
+Singles = Mapping[int, tuple[IntArray, IntArray]]
+"""For each ``p``, ascending, nanoseconds of single samples, and those without recompute; each ``[1, U]``."""
+
+
+def singles_of(source: Source, sp_sizes: Sequence[int]) -> Singles:
+    """Every kind alone on every size; :data:`NEVER` where it does not fit."""
+    one = np.ones(1, dtype=np.int64)
+    return {p: _clipped(*source.rows(p, one, slice(None))) for p in sp_sizes}
+
+
+def build(request: PlanRequest, source: Source, singles: Singles, margin: int) -> list[Menu]:
+    """The menu of each size, ascending; every kind must fit at least one of them alone.
 
     Args:
         request: what is planned.
         source: where the times come from.
-        sp_sizes: ``p`` of the menus.
+        singles: :func:`singles_of` this source.
         margin: wide groups are asked for whose rank-time for a sample may be below that of narrower ones, or above it
             by less than so many percent.
     """
-    builder = _Builder(request, source)
-    return builder.menus(sp_sizes, margin)
+    return _Builder(request, source).menus(singles, margin)
 
 
 def again(request: PlanRequest, source: Source, menus: Sequence[Menu]) -> list[Menu]:
@@ -157,17 +166,16 @@ class _Builder:
         self.batch_sizes = batch_sizes(request, min(count, request.limits.max_batch_size or count))
         self.slack = 2 * sum(request.cost.num_layers) + 2
 
-    def menus(self, sp_sizes: Sequence[int], margin: int) -> list[Menu]:
+    def menus(self, singles: Singles, margin: int) -> list[Menu]:
         """Narrow groups first: what they cost tells where wider ones are of no use."""
-        counts, one = self._source.counts, self.batch_sizes[:1]
-        singles = [self._rows(p, one, slice(None)) for p in sp_sizes]
-        bound = self._bound(sp_sizes, [times[0] for times, _ in singles])
-        least = np.stack([p * self._source.least_share(p, bound) for p in sp_sizes])
+        counts = self._source.counts
+        bound = self._bound(tuple(singles), [times[0] for times, _ in singles.values()])
+        least = np.stack([p * self._source.least_share(p, bound) for p in singles])
         total = int((np.minimum(least.min(axis=0), 2**62 // int(counts.sum())) * counts).sum())
-        fastest = int(np.concatenate([times for times, _ in singles]).min(axis=0).max())
+        fastest = int(np.concatenate([times for times, _ in singles.values()]).min(axis=0).max())
         shortest = max(fastest, total // self._world_size)
         found, best = [], np.full(len(counts), NEVER, dtype=np.int64)
-        for p, single, floor in zip(sp_sizes, singles, least, strict=True):
+        for (p, single), floor in zip(singles.items(), least, strict=True):
             wanted = np.flatnonzero(floor // 128 < best // 128 * (100 + margin) // 100)
             menu = self._menu(p, single, wanted, bound + bound // 4)
             found.append(menu)
@@ -184,8 +192,7 @@ class _Builder:
         return replace(menu, times=np.concatenate([single[0], menu.times[1:]])) if len(differs) else menu
 
     def _rows(self, sp_size: int, batch_sizes: IntArray, columns: slice) -> tuple[IntArray, IntArray]:
-        times, plain = self._source.rows(sp_size, batch_sizes, columns)
-        return np.minimum(times, NEVER), np.minimum(plain, NEVER)
+        return _clipped(*self._source.rows(sp_size, batch_sizes, columns))
 
     def _bound(self, sp_sizes: Sequence[int], singles: Sequence[IntArray]) -> int:
         """At least the lower bound of the step: that of a few batch sizes."""
@@ -229,6 +236,10 @@ class _Builder:
             cap=cap,
             slack=self.slack,
         )
+
+
+def _clipped(times: IntArray, plain: IntArray) -> tuple[IntArray, IntArray]:
+    return np.minimum(times, NEVER), np.minimum(plain, NEVER)
 
 
 def _needed(times: IntArray, cap: int) -> int:

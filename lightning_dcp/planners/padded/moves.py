@@ -49,20 +49,25 @@ class Improver:
         self.lookup = lookup
         self._blocks = {p: np.asarray([first for first, _ in world.blocks_of(p)]) for p in lookup.sp_sizes}
 
-    def improve(self, max_moves: int, bound: int) -> None:
-        """Make the best move again and again until none helps, or ``max_moves`` are made, or the bound is met."""
-        for _ in range(max_moves):
+    def improve(self, max_moves: int, bound: int) -> int:
+        """Make the best move again and again until none helps, or ``max_moves`` are made, or the bound is met.
+
+        Returns:
+            How many moves were made.
+        """
+        for made in range(max_moves):
             busiest = int(self.schedule.loads.argmax())
             makespan = int(self.schedule.loads[busiest])
             if makespan <= bound:
-                return
+                return made
             best = min(self._moves(busiest, makespan), key=_value, default=None)
             if best is None:
-                return
+                return made
             for item in best.removed:
                 self.schedule.remove(item)
             for item in best.added:
                 self.schedule.add(item)
+        return max_moves
 
     def _moves(self, busiest: int, makespan: int) -> Iterator[Move]:
         """Moves that leave every rank they touch below the makespan."""

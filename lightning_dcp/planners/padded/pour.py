@@ -169,5 +169,6 @@ def fitting(column: Column, most: int, room: int) -> tuple[int, int]:
     if row == len(sizes) or sizes[row] == low + 1 or low == most:
         return low, time
     width, slope = sizes[row] - low, times[row] - time
-    more = min(most - low, (room - time) * width // slope if slope else width - 1)
+    # The most whose share of the slope, rounded down, still fits.
+    more = min(most - low, width - 1, ((room - time + 1) * width - 1) // slope if slope else width)
     return low + more, time + slope * more // width

@@ -11,7 +11,7 @@ from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners.padded.bounds import Bounds
 from lightning_dcp.planners.padded.least import NEVER
 from lightning_dcp.planners.padded.lookup import Lookup
-from lightning_dcp.planners.padded.menus import again, build
+from lightning_dcp.planners.padded.menus import again, build, singles_of
 from lightning_dcp.planners.padded.moves import Improver
 from lightning_dcp.planners.padded.pour import Item, Pour, ranges_of
 from lightning_dcp.planners.padded.prices import Cuts, cut
@@ -57,8 +57,8 @@ class _Search:
         source, self._menus, self._kinds = bounds.source, bounds.menus, bounds.samples.unit
         if isinstance(source, Windows):
             self._kinds = np.arange(len(self._kinds))
-            sizes = tuple(menu.sp_size for menu in bounds.menus)
-            self._menus = build(self._request, source, sizes, bounds.margin)
+            singles = singles_of(source, tuple(menu.sp_size for menu in bounds.menus))
+            self._menus = build(self._request, source, singles, bounds.margin)
         elif source is not bounds.alone:
             self._menus = again(self._request, source, bounds.menus)
         self._cuts = priced if self._costs_as_much(priced) else self._cut(self._shortest())
@@ -79,11 +79,10 @@ class _Search:
 
     def best(self, max_moves: int) -> Runs:
         """The shortest of all candidates."""
-        span, items = self._poured()
+        _, items = self._poured()
         found = [Runs.build(self._request, self._samples, items)]
         schedule = Schedule(self._world.world_size, items)
-        if max_moves and span > self.bound:
-            Improver(schedule, self._world, self._lookup).improve(max_moves, self.bound)
+        if Improver(schedule, self._world, self._lookup).improve(max_moves, self.bound):
             found.append(Runs.build(self._request, self._samples, schedule.items))
         best = min(found, key=_makespan)
         if best.makespan > self._least_of_singles():

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from lightning_dcp.cost import INFEASIBLE, CostModel, IntArray, Lines
 from lightning_dcp.planners.assembly import (
-    exceeds,
     may_share,
     padded_tokens,
     round_up_all,
@@ -46,7 +45,7 @@ class Source(Protocol):
         ...
 
     def most(self, sp_size: int) -> IntArray:
-        """The largest batch size that limits other than memory allow, at least 1, shape ``[U]``."""
+        """The largest batch size that limits other than memory allow, shape ``[U]``."""
         ...
 
     def least_share(self, sp_size: int, makespan: int) -> IntArray:
@@ -64,6 +63,7 @@ class Alone:
         allowed: for each ``p`` which shapes may run there, shape ``[U]``.
         lines: for each ``p`` the cost of these samples.
         floors: for each ``p`` lines that are not above it, see :meth:`Lines.plain_line`.
+        largest: for each ``p`` the largest batch size that limits other than memory allow; each ``[U]``.
         counts: samples of each shape, shape ``[U]``.
         cost: the cost model.
     """
@@ -73,6 +73,7 @@ class Alone:
     allowed: Mapping[int, NDArray[np.bool_]]
     lines: Mapping[int, Lines]
     floors: Mapping[int, tuple[IntArray, IntArray]]
+    largest: Mapping[int, IntArray]
     counts: IntArray
     cost: CostModel
 
@@ -92,43 +93,34 @@ class Alone:
             allowed=allowed,
             lines=lines,
             floors={p: line.plain_line() for p, line in lines.items()},
+            largest={p: _largest(request.limits, samples.counts, p, t) for p, t in tokens.items()},
             counts=samples.counts,
             cost=request.cost,
         )
 
     def rows(self, sp_size: int, batch_sizes: IntArray, columns: slice) -> tuple[IntArray, IntArray]:
         """See :class:`Source`."""
-        limits, tokens = self.limits, self.tokens[sp_size][columns]
         lines = self.lines[sp_size].part(columns)
-        times, plain = lines.times(batch_sizes, limits.memory_bytes, limits.recompute)
-        refused = exceeds(limits, sp_size, batch_sizes[:, None], tokens) | ~self.allowed[sp_size][columns]
-        if limits.exact_shapes:
-            refused |= self.counts[columns] < batch_sizes[:, None]
+        times, plain = lines.times(batch_sizes, self.limits.memory_bytes, self.limits.recompute)
+        refused = (batch_sizes[:, None] > self.largest[sp_size][columns]) | ~self.allowed[sp_size][columns]
         return np.where(refused, INFEASIBLE, times), plain
 
     def times(self, sp_size: int, batch_sizes: IntArray, kinds: IntArray) -> IntArray:
         """See :class:`Source`."""
         limits, tokens = self.limits, self.tokens[sp_size][kinds]
         found = self.cost.settings(sp_size, batch_sizes, tokens, limits.memory_bytes, limits.recompute).nanoseconds
-        refused = exceeds(limits, sp_size, batch_sizes, tokens) | ~self.allowed[sp_size][kinds]
+        refused = (batch_sizes > self.largest[sp_size][kinds]) | ~self.allowed[sp_size][kinds]
         return np.where(refused, INFEASIBLE, found)
 
     def most(self, sp_size: int) -> IntArray:
         """See :class:`Source`."""
-        limits, count = self.limits, int(self.counts.sum())
-        most = self.counts if limits.exact_shapes else np.full(len(self.counts), count, dtype=np.int64)
-        if limits.max_batch_size is not None:
-            most = np.minimum(most, limits.max_batch_size)
-        if limits.max_tokens is not None:
-            # The largest b with b * tokens // p <= max_tokens.
-            most = np.minimum(most, ((limits.max_tokens + 1) * sp_size - 1) // self.tokens[sp_size])
-        return np.maximum(most, 1)
+        return self.largest[sp_size]
 
     def least_share(self, sp_size: int, makespan: int) -> IntArray:
         """See :class:`Source`."""
         first, growth = self.floors[sp_size]
         in_time = 1 + np.maximum(makespan - first, 0) // np.maximum(growth, 1)
-        most = np.minimum(in_time, self.most(sp_size))
+        most = np.maximum(np.minimum(in_time, self.most(sp_size)), 1)
         beyond = first - growth
         return np.maximum(growth + np.where(beyond > 0, beyond // most, beyond), 0)
 
@@ -187,6 +179,17 @@ class Windows:
         return self.alone.least_share(sp_size, makespan)[self.samples.unit]
 
 
+def _largest(limits: Limits, counts: IntArray, sp_size: int, tokens: IntArray) -> IntArray:
+    count = int(counts.sum())
+    most = counts if limits.exact_shapes else np.full(len(counts), count, dtype=np.int64)
+    if limits.max_batch_size is not None:
+        most = np.minimum(most, limits.max_batch_size)
+    if limits.max_tokens is not None:
+        # The largest b with b * tokens // p <= max_tokens; 0 where not even one fits.
+        most = np.minimum(most, ((limits.max_tokens + 1) * sp_size - 1) // tokens)
+    return most
+
+
 def for_bounds(request: PlanRequest, samples: Samples, sp_sizes: tuple[int, ...]) -> Alone:
     """Each sample with no more than every plan must pad it by: its first axis to a multiple of ``p``."""
     distinct = samples.distinct
@@ -206,8 +209,13 @@ def for_certificates(samples: Samples, bounds: Alone) -> Alone:
     if all((tokens[p] == t).all() for p, t in bounds.tokens.items()):
         return bounds
     lines = {p: bounds.cost.lines(p, t) for p, t in tokens.items()}
-    floors = {p: line.plain_line() for p, line in lines.items()}
-    return replace(bounds, tokens=tokens, lines=lines, floors=floors)
+    return replace(
+        bounds,
+        tokens=tokens,
+        lines=lines,
+        floors={p: line.plain_line() for p, line in lines.items()},
+        largest={p: _largest(bounds.limits, bounds.counts, p, t) for p, t in tokens.items()},
+    )
 
 
 def for_plans(request: PlanRequest, samples: Samples, bounds: Alone) -> Source:
@@ -222,4 +230,5 @@ def for_plans(request: PlanRequest, samples: Samples, bounds: Alone) -> Source:
         p: bounds.lines[p] if (t == bounds.tokens[p]).all() else request.cost.lines(p, t)
         for p, t in tokens.items()
     }
-    return replace(bounds, tokens=tokens, allowed=allowed, lines=lines)
+    largest = {p: _largest(request.limits, samples.counts, p, t) for p, t in tokens.items()}
+    return replace(bounds, tokens=tokens, allowed=allowed, lines=lines, largest=largest)
