@@ -100,21 +100,17 @@ class Improver:
             yield Move(max(load + time, makespan - time), (item,), (item._replace(first_rank=block[0]),))
         for k in _parts(b):
             moved = self._time(p, start + b - k, k)
-            if load + moved < makespan:
-                rest = self._time(p, start, b - k)
-                yield Move(
-                    max(load + moved, makespan - time + rest),
-                    (item,),
-                    (Item(start, b - k, first, p, rest), Item(start + b - k, k, *block, moved)),
-                )
+            if load + moved >= makespan:
+                # Nor would more samples, or the longer ones at the beginning.
+                return
+            rest = self._time(p, start, b - k)
+            parts = Item(start, b - k, first, p, rest), Item(start + b - k, k, *block, moved)
+            yield Move(max(load + moved, makespan - time + rest), (item,), parts)
             moved = self._time(p, start, k)
             if load + moved < makespan:
                 rest = self._time(p, start + k, b - k)
-                yield Move(
-                    max(load + moved, makespan - time + rest),
-                    (item,),
-                    (Item(start, k, *block, moved), Item(start + k, b - k, first, p, rest)),
-                )
+                parts = Item(start, k, *block, moved), Item(start + k, b - k, first, p, rest)
+                yield Move(max(load + moved, makespan - time + rest), (item,), parts)
 
     def _exchanges(self, item: Item, load: int, block: Block, makespan: int) -> Iterator[Move]:
         """Swap the item for a shorter one of the other group."""
@@ -128,23 +124,30 @@ class Improver:
     def _shifts(self, item: Item, makespan: int) -> Iterator[Move]:
         """Move samples over to the micro-batch of the next longer or next shorter ones."""
         start, b, first, p, _ = item
-        longer, shorter = self.schedule.until.get(start), self.schedule.at.get(start + b)
-        for k in (*_parts(b), b):
-            if longer is not None:
-                rest = Item(start + k, b - k, first, p, self._time(p, start + k, b - k))
-                yield from self._traded(item, longer, rest, self._resized(longer, longer.start, k), makespan)
-            if shorter is not None:
-                rest = Item(start, b - k, first, p, self._time(p, start, b - k))
-                yield from self._traded(item, shorter, rest, self._resized(shorter, start + b - k, k), makespan)
+        longer = self.schedule.until.get(start)
+        for other in (longer, self.schedule.at.get(start + b)):
+            if other is None:
+                continue
+            for k in (*_parts(b), b):
+                grown = self._grown(other, other.start if other is longer else start + b - k, k)
+                if self._is_full(item, other, grown, makespan):
+                    break
+                rest = start + k if other is longer else start
+                left = Item(rest, b - k, first, p, self._time(p, rest, b - k))
+                value = self._outcome(item, left.nanoseconds, other, grown.nanoseconds)
+                if value < makespan:
+                    yield Move(value, (item, other), (left, grown) if left.batch_size else (grown,))
 
-    def _resized(self, item: Item, start: int, more: int) -> Item:
+    def _grown(self, item: Item, start: int, more: int) -> Item:
         size = item.batch_size + more
         return item._replace(start=start, batch_size=size, nanoseconds=self._time(item.sp_size, start, size))
 
-    def _traded(self, item: Item, other: Item, rest: Item, grown: Item, makespan: int) -> Iterator[Move]:
-        value = self._outcome(item, rest.nanoseconds, other, grown.nanoseconds)
-        if value < makespan:
-            yield Move(value, (item, other), (rest, grown) if rest.batch_size else (grown,))
+    def _is_full(self, item: Item, other: Item, grown: Item, makespan: int) -> bool:
+        """Whether the other's group has no room for it so grown; more samples make it no shorter."""
+        if not _apart(item, other):
+            return False
+        load = self.schedule.load_of((other.first_rank, other.sp_size))
+        return load + grown.nanoseconds - other.nanoseconds >= makespan
 
     def _widths(self, item: Item, targets: dict[int, list[tuple[int, Block]]], makespan: int) -> Iterator[Move]:
         """Run the item on a group of another size."""
@@ -164,7 +167,7 @@ class Improver:
         """Load of the busiest rank of two items' groups when the items last so long instead."""
         loads, a, b = self.schedule.loads, one.first_rank, other.first_rank
         more, other_more = one_time - one.nanoseconds, other_time - other.nanoseconds
-        if a + one.sp_size <= b or b + other.sp_size <= a:
+        if _apart(one, other):
             load_of = self.schedule.load_of
             return max(load_of((a, one.sp_size)) + more, load_of((b, other.sp_size)) + other_more)
         low, high = min(a, b), max(a + one.sp_size, b + other.sp_size)
@@ -179,6 +182,11 @@ class Improver:
         if start + batch_size > self.lookup.ends[start]:
             return NEVER
         return self.lookup.nanoseconds(sp_size, start, batch_size)
+
+
+def _apart(one: Item, other: Item) -> bool:
+    """Whether no rank runs both."""
+    return one.first_rank + one.sp_size <= other.first_rank or other.first_rank + other.sp_size <= one.first_rank
 
 
 def _value(move: Move) -> int:
