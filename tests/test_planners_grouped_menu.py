@@ -99,6 +99,22 @@ def test_fewest_recomputed_layers_are_never_slower_than_all() -> None:
     assert faster > 50
 
 
+def test_algorithm_1_as_printed_stops_at_the_first_layer_that_fits() -> None:
+    memory, layers, padded = 400 * MiB, 4, (300,)
+    asked = request(texts(*[300] * 8), 1, memory=memory)
+    held, all_ = (asked.cost.bytes(8, padded, 1, (r,)) for r in (2, 3))
+    one_layer = held - all_
+    # Line 9 to 14: r counts layers that keep their activations, and the loop ends at the first that fits.
+    printed = next(
+        r for r in range(1, layers + 1) if asked.cost.bytes(8, padded, 1, (4,)) + r * one_layer <= memory
+    )
+    assert printed == 1
+    # Its text: the minimal number of recomputed layers under the capacity, which is none here.
+    ((best,),) = menus(asked, groups_of(asked))
+    assert best == (1, 8, asked.cost.nanoseconds(8, padded, 1, (0,)))
+    assert best.nanoseconds < asked.cost.nanoseconds(8, padded, 1, (layers - printed,))
+
+
 def test_shorter_batches_are_the_largest_within_a_time() -> None:
     asked = with_policy(request(texts(1), 8, memory=60 * MiB), "full")
     sizes, counts = np.asarray([[s] for s in EDGES]), np.full(len(EDGES), 200)
