@@ -211,6 +211,8 @@ def summary(case: Case, steps: list[dict[str, float]], sort_ms: float) -> dict[s
             "heuristics": {name: float(columns[name].mean()) for name in HEURISTICS},
             "ahead": float(ahead.mean()),
             "ahead_least": float(ahead.min()),
+            # At the bound itself nobody can be ahead.
+            "behind": int(((ahead < 0) | ((ahead == 0) & (columns["bound_gap"] > 0))).sum()),
         }
     return found | {"missed": missed(case, found)}
 
@@ -222,7 +224,7 @@ def missed(case: Case, found: dict[str, Any]) -> list[str]:
         reasons.append("gap")
     if case.compared and found["ms"] > GOAL_MS.get((case.world_size, case.samples), float("inf")):
         reasons.append("time")
-    if found.get("ahead_least", 1.0) <= 0:
+    if found.get("behind"):
         reasons.append("heuristics")
     return reasons
 

@@ -21,10 +21,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from benchmarks.reference import lognormal_lengths, reference_profile, reference_request
 from lightning_dcp.cost import INFEASIBLE, CostModel, IntArray
 from lightning_dcp.plan import IterationPlan, MicroBatch
-from lightning_dcp.planners import InfeasibleError, Limits, PlanRequest
+from lightning_dcp.planners import Balanced, InfeasibleError, Limits, PlanRequest
 from lightning_dcp.planners.packing import packed_lower_bound, plan_packed
 from lightning_dcp.planners.packing.bound import Bound
-from lightning_dcp.planners.packing.construct import construct
+from lightning_dcp.planners.packing.construct import construct, pour
 from lightning_dcp.planners.packing.exchange import even_out
 from lightning_dcp.planners.packing.kinds import Kinds
 from lightning_dcp.planners.packing.levels import fraction, scaled
@@ -491,6 +491,35 @@ def test_the_reference_model_is_planned_near_the_bound(
         gaps.append(plan_packed(reference_request(world_size, lengths, packing=True, cost=REFERENCE), MOVES).gap)
     assert np.mean(gaps) <= mean_gap
     assert max(gaps) <= worst_gap
+
+
+@pytest.mark.parametrize(("world_size", "count", "median"), [(128, 128, 1340), (64, 128, 245), (512, 256, 1340)])
+def test_packing_is_no_loss_where_samples_are_few_and_groups_wide(
+    world_size: int, count: int, median: int
+) -> None:
+    for seed in range(2):
+        lengths = lognormal_lengths(count, median, 1.0, seed, world_size)
+        packed, padded = (
+            Balanced().plan(reference_request(world_size, lengths, packing=packing, cost=REFERENCE))
+            for packing in (True, False)
+        )
+        assert packed.makespan <= padded.makespan
+
+
+def test_no_rank_is_poured_above_the_target() -> None:
+    lengths = lognormal_lengths(96, 1340, 1.8, 0, 32)
+    kinds = Kinds(Menu.build(reference_request(32, lengths, packing=True, cost=REFERENCE)))
+    narrowest = np.stack([width.alone < INFEASIBLE for width in kinds.menu.widths]).argmax(axis=0)
+    chosen = np.asarray([kinds.index((int(width), (0,))) for width in narrowest])
+    dealt = construct(kinds, chosen)
+    target, found = dealt.makespan, pour(kinds, chosen, dealt.makespan)
+    while found is not None:
+        assert found.makespan <= target
+        assert sorted(np.flatnonzero(found.count).tolist()) == list(range(len(found.first)))
+        assert (found.tokens >= 0).all()
+        target = found.makespan - 1
+        found = pour(kinds, chosen, target)
+    assert dealt.makespan * 0.5 < target < dealt.makespan
 
 
 def test_groups_of_one_size_are_evened_out_at_once() -> None:

@@ -29,8 +29,23 @@ def construct(kinds: Kinds, chosen: IntArray) -> Rows:
     width, wanted = kinds.width[chosen], chosen.tolist()
     for index in np.unique(width)[::-1].tolist():
         dealer.deal(index, np.flatnonzero(width == index).tolist(), wanted)
-    first, kind = (np.asarray(values, dtype=np.int64) for values in (dealer.first, dealer.kind))
-    return Rows(kinds, first, kind, np.asarray(dealer.row_of, dtype=np.int64))
+    return dealer.rows()
+
+
+def pour(kinds: Kinds, chosen: IntArray, target: int) -> Rows | None:
+    """Place every sample so that no rank is busier than a target, always where least room is left over; or ``None``.
+
+    Args:
+        kinds: settings and prices.
+        chosen: kind of each sample, ``[n]``.
+        target: nanoseconds.
+    """
+    dealer = _Dealer(kinds)
+    width, wanted = kinds.width[chosen], chosen.tolist()
+    for index in np.unique(width)[::-1].tolist():
+        if not dealer.pour(index, np.flatnonzero(width == index).tolist(), wanted, target):
+            return None
+    return dealer.rows()
 
 
 class _Dealer:
@@ -57,20 +72,57 @@ class _Dealer:
         self.places: list[int] = []
         self.row_of = [0] * len(self.lengths)
 
+    def rows(self) -> Rows:
+        """What was placed."""
+        first, kind, row_of = (
+            np.asarray(values, dtype=np.int64) for values in (self.first, self.kind, self.row_of)
+        )
+        return Rows(self.kinds, first, kind, row_of)
+
     def deal(self, width: int, samples: Sequence[int], wanted: Sequence[int]) -> None:
-        """Place the samples of one width, longest first."""
-        for kind in sorted({wanted[i] for i in samples}):
+        """Place the samples of one width, longest first, each on the idlest group."""
+        blocks = self._begin(width, {wanted[i] for i in samples})
+        heap = [(self.loads[first], first) for first, _ in blocks]
+        heapq.heapify(heap)
+        for i in samples:
+            self.row_of[i] = self._place(heap, width, i, wanted[i])
+        self.wider.insert(0, {rank: block for block in blocks for rank in range(block[0], block[0] + block[1])})
+
+    def pour(self, width: int, samples: Sequence[int], wanted: Sequence[int], target: int) -> bool:
+        """Place the samples of one width, longest first, each on the busiest group with room; whether all had it."""
+        size = self.sizes[width]
+        order = sorted((self.loads[first], first) for first, _ in self._begin(width, {wanted[i] for i in samples}))
+        for i in samples:
+            kind = wanted[i]
+            time, fixed = self.times[kind][i], self.fixed[kind]
+            place = bisect_left(order, (target - time + 1,)) - 1
+            tried = 0
+            while place >= 0:
+                load, first = order[place]
+                row = self._join((first, size), i)
+                if row < 0 and load + time + fixed <= target:
+                    row = self._start((first, size), i, kind)
+                if row >= 0:
+                    break
+                tried += 1
+                place = place - 1 if tried < 8 else bisect_left(order, (target - time - fixed + 1,)) - 1
+            else:
+                return False
+            self.row_of[i] = row
+            del order[place]
+            insort(order, (self.loads[first], first))
+        return True
+
+    def _begin(self, width: int, kinds: set[int]) -> list[Block]:
+        """The groups of a width, without a row."""
+        for kind in sorted(kinds):
             self.times[kind] = self.kinds.times[kind].tolist()
             self.bytes[kind] = self.kinds.bytes[kind].tolist()
             self.fixed[kind] = int(self.kinds.fixed[kind])
             self.least[kind] = int((self.kinds.bytes[kind, :-1] // self.kinds.menu.lengths).min())
         blocks = [(first, self.sizes[width]) for first in self.kinds.firsts[width].tolist()]
         self.open.update((block, []) for block in blocks)
-        heap = [(self.loads[first], first) for first, _ in blocks]
-        heapq.heapify(heap)
-        for i in samples:
-            self.row_of[i] = self._place(heap, width, i, wanted[i])
-        self.wider.insert(0, {rank: block for block in blocks for rank in range(block[0], block[0] + block[1])})
+        return blocks
 
     def _place(self, heap: list[tuple[int, int]], width: int, i: int, kind: int) -> int:
         """The row that the sample joins, on the idlest group of its width or around it."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_dcp.cost import IntArray
 from lightning_dcp.planners.packing.bound import Bound
-from lightning_dcp.planners.packing.construct import construct
+from lightning_dcp.planners.packing.construct import construct, pour
 from lightning_dcp.planners.packing.exchange import even_out
 from lightning_dcp.planners.packing.first_fit import first_fit
 from lightning_dcp.planners.packing.improve import improve
@@ -19,6 +19,11 @@ from lightning_dcp.planners.packing.rows import Rows
 _TARGETS = (100, 150, 50)
 """Targets of the makespan in percent of the lower bound: samples get the cheapest groups that meet them."""
 _MORE_TARGETS = (110, 125, 200, 300, 75, 35, 25, 10)
+_SHARES = (100, 67, 50, 40, 33)
+"""Where samples are poured up to a target, each lasts at most so many percent of it: short ones fill what is left."""
+_BISECTIONS = 7
+_POURED = 8192
+"""Samples that are poured for each share, if more than two times are needed."""
 _PLACED = 4096
 """Samples that are placed in all first placements together, if more than two are needed."""
 _POLISHED = 4
@@ -35,25 +40,31 @@ def search(bound: Bound, least: int, max_moves: int) -> Rows:
         least: lower bound of the makespan.
         max_moves: most rounds of exchanges and most single changes, for each placement.
     """
-    count = len(bound.menu.lengths)
+    count, kinds = len(bound.menu.lengths), Kinds(bound.menu)
     # The fewer samples there are, the more a better split of them can gain.
     enough = least + (least * min(count, 256) >> 14)
-    placed = _placements(bound, least)
+    placed = _placements(bound, kinds, least)
     best = _polished(next(placed), least, enough, max_moves)
     if best.makespan <= enough:
         return best
-    others = sorted(islice(placed, max(_PLACED // count, 2)), key=lambda rows: rows.makespan)
-    best = min([best, *others[:1]], key=lambda rows: rows.makespan)
-    for rows in others[: max(_POLISHED, 128 // count)]:
+    for rows in _most_promising(bound, kinds, least, best.makespan, placed):
         best = min(best, _polished(rows, least, enough, max_moves), key=lambda rows: rows.makespan)
         if best.makespan <= enough:
             break
     return best
 
 
-def _placements(bound: Bound, least: int) -> Iterator[Rows]:
+def _most_promising(bound: Bound, kinds: Kinds, least: int, most: int, placed: Iterator[Rows]) -> list[Rows]:
+    """The best few of both kinds of placements: what was poured is hard to improve, but good from the start."""
+    count = len(bound.menu.lengths)
+    poured = sorted(_poured(bound, kinds, least, most), key=lambda rows: rows.makespan)
+    others = sorted(islice(placed, max(_PLACED // count, 2)), key=lambda rows: rows.makespan)
+    return [*poured[: _POLISHED - 1], *others[: max(_POLISHED, 128 // count)]]
+
+
+def _placements(bound: Bound, kinds: Kinds, least: int) -> Iterator[Rows]:
     """First placements, the most promising one first, without repeats."""
-    kinds, met = Kinds(bound.menu), set[bytes]()
+    met = set[bytes]()
     plain = (bound.cheapest_from(*choice) for choice in product(range(len(bound.menu.widths)), (False, True)))
     for place, levels in (
         (construct, (bound.cheapest(least * percent // 100) for percent in _TARGETS)),
@@ -65,6 +76,22 @@ def _placements(bound: Bound, least: int) -> Iterator[Rows]:
             if name not in met:
                 met.add(name)
                 yield place(kinds, _kinds_of(bound, kinds, level))
+
+
+def _poured(bound: Bound, kinds: Kinds, least: int, most: int) -> Iterator[Rows]:
+    """For each share the placement of the least target found by bisection, if there is one below ``most``."""
+    steps = min(max(_POURED // len(bound.menu.lengths), 2), _BISECTIONS)
+    for percent in _SHARES:
+        low, high, best = least, most, None
+        for _ in range(steps):
+            target = (low + high) // 2
+            rows = pour(kinds, _kinds_of(bound, kinds, bound.cheapest(target * percent // 100)), target)
+            if rows is None:
+                low = target
+            else:
+                high, best = rows.makespan, rows
+        if best is not None:
+            yield best
 
 
 def _kinds_of(bound: Bound, kinds: Kinds, chosen: IntArray) -> IntArray:
