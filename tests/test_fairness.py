@@ -17,6 +17,7 @@ import pytest
 from scipy import stats
 
 from lightning_dcp.cost import CostModel, IntArray
+from lightning_dcp.data.drawing import Stray
 from lightning_dcp.data.feeding import Planned, tasks
 from lightning_dcp.data.planning import PlanningContext, samples_of
 from lightning_dcp.data.sampler import StepSampler
@@ -115,8 +116,8 @@ def test_the_correction_for_draws_without_replacement_is_needed_and_right() -> N
     assert stats.kstest([p_value(groups, ids) for ids in independent], "uniform").pvalue < 1e-6
 
 
-def strays(planner: Planner, lengths: IntArray, world_size: int = 8) -> tuple[list[float], list[int], float]:
-    """Mean and largest distance of each step of an epoch, and the epoch's mean over samples by hand."""
+def strays(planner: Planner, lengths: IntArray, world_size: int = 8) -> tuple[list[Stray], IntArray]:
+    """What was reported of each step of an epoch, and for each trained sample how much too early it came."""
     cost = CostModel(analytic_profile((1, 2, 4, 8)))
     context = PlanningContext(
         rank=0,
@@ -127,34 +128,32 @@ def strays(planner: Planner, lengths: IntArray, world_size: int = 8) -> tuple[li
     )
     sampler, planned = StepSampler(lengths), deque[Planned]()
     places = np.argsort(permutation(0, 0, len(lengths)))
-    means, largest, trained = [], [], []
+    reported, trained = [], []
     for _ in tasks(context, sampler, lengths[:, None], planned):
         head = planned.popleft()
         assert head.plan is not None, head.error
         ids = samples_of(head.plan)
         sampler.mark_consumed(head.epoch, head.step, ids)
-        means.append(sampler.stray.mean)
-        largest.append(sampler.stray.maximum)
+        reported.append((len(ids), sampler.stray))
         trained += sorted(places[ids].tolist())
     assert sorted(trained) == list(range(len(lengths)))
-    by_hand = float(np.abs(np.asarray(trained) - np.arange(len(lengths))).mean())
-    return means, largest, by_hand
+    early = np.asarray(trained) - np.arange(len(lengths))
+    total = sum(count * stray.mean for count, stray in reported)
+    assert total == pytest.approx(np.abs(early).sum())
+    assert max(stray.maximum for _, stray in reported) == np.abs(early).max()
+    return [stray for _, stray in reported], early
 
 
 def test_floating_steps_do_not_stray() -> None:
-    means, largest, by_hand = strays(Floating(min_samples=16, max_samples=64, candidates=3), LENGTHS[:300])
-    assert set(means) == {0.0}
-    assert set(largest) == {0}
-    assert by_hand == 0.0
+    reported, early = strays(Floating(min_samples=16, max_samples=64, candidates=3), LENGTHS[:300])
+    assert set(reported) == {Stray()}
+    assert not early.any()
 
 
 @pytest.mark.parametrize("planner", [Bucket(window=120), DCPInter(window=120)])
 def test_drawn_steps_report_how_far_they_stray(planner: Bucket | DCPInter) -> None:
-    """Never further than the planner looks: the first offered sample is in every step."""
-    means, largest, by_hand = strays(planner, LENGTHS[:500])
-    assert by_hand > 0
-    assert 0 < max(largest) < 120
-    assert by_hand <= max(means)
-    narrow = strays(replace(planner, window=12), LENGTHS[:500])
-    assert max(narrow[1]) < 12
-    assert narrow[2] < by_hand
+    """A sample comes too early by less than the planner looks ahead; too late it may come by more."""
+    wide, narrow = strays(planner, LENGTHS[:300])[1], strays(replace(planner, window=30), LENGTHS[:300])[1]
+    assert 0 < wide.max() < 120
+    assert narrow.max() < 30
+    assert np.abs(narrow).mean() < np.abs(wide).mean()

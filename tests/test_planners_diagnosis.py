@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dcp.plan import IterationPlan
+from lightning_dcp.metrics import GapWatch
+from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import Balanced, PlanRequest, Static, lower_bound
 from lightning_dcp.planners.assembly import Placement, assemble
 from lightning_dcp.planners.bound import padded_lower_bound
@@ -120,3 +121,47 @@ def test_always_a_sentence_and_always_the_same(seed: int) -> None:
     assert said == diagnose(asked, plan)
     causes = ("too few samples", "one sample dominates", "memory", "padding", "G_min", "the planner")
     assert said.startswith(causes)
+
+
+def _gaps(*percents: int | None) -> list[IterationPlan]:
+    """Plans of these gaps, or without a bound, the later ones longer."""
+    plans = []
+    for number, percent in enumerate(percents):
+        bound = 1_000_000 * (number + 1)
+        time = bound if percent is None else bound * (100 + percent) // 100
+        row = MicroBatch(
+            sample_ids=(0,), shapes=((1,),), padded_shape=(1,), first_rank=0, sp_size=1, nanoseconds=time, bytes=0
+        )
+        plans.append(
+            IterationPlan(world_size=1, micro_batches=(row,), lower_bound=0 if percent is None else bound)
+        )
+    return plans
+
+
+def _told(watch: GapWatch, plans: list[IterationPlan]) -> list[tuple[int, float]]:
+    found = [(step, watch.add(plan)) for step, plan in enumerate(plans)]
+    return [(step, one[0]) for step, one in found if one is not None]
+
+
+def test_a_gap_is_told_of_once_at_the_end_of_a_window() -> None:
+    assert _told(GapWatch(), _gaps(*[10] * 19)) == []
+    assert _told(GapWatch(), _gaps(*[10] * 100)) == [(19, pytest.approx(0.10))]
+
+
+def test_windows_are_looked_at_one_by_one() -> None:
+    """One bad step does not make a bad mean; a later window may be bad."""
+    assert _told(GapWatch(), _gaps(*[4] * 19, 23, *[3] * 20)) == []
+    assert _told(GapWatch(), _gaps(*[4] * 20, *[7] * 20)) == [(39, pytest.approx(0.07))]
+    assert _told(GapWatch(), _gaps(*[0] * 10, *[12] * 10)) == [(19, pytest.approx(0.06))]
+
+
+def test_plans_without_a_bound_do_not_count() -> None:
+    assert _told(GapWatch(), _gaps(*[None] * 60)) == []
+    assert _told(GapWatch(), _gaps(*[None, 8] * 20)) == [(39, pytest.approx(0.08))]
+
+
+def test_the_plan_that_lost_most_is_explained() -> None:
+    plans = _gaps(60, *[6] * 18, 1)
+    told = [found for found in map(GapWatch().add, plans) if found is not None]
+    # The 19th lasts 18 ms and lost 1.1 ms; the first lost more of its own time, but only 0.6 ms.
+    assert told[0][1] is plans[18]
