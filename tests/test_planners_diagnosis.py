@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -138,7 +139,7 @@ def _gaps(*percents: int | None) -> list[IterationPlan]:
     return plans
 
 
-def _told(watch: GapWatch, plans: list[IterationPlan]) -> list[tuple[int, float]]:
+def _told(watch: GapWatch, plans: list[IterationPlan]) -> list[tuple[int, Any]]:
     found = [(step, watch.add(plan)) for step, plan in enumerate(plans)]
     return [(step, one[0]) for step, one in found if one is not None]
 
