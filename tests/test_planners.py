@@ -464,15 +464,38 @@ def test_gap_on_lognormal_lengths(world_size: int, count: int, limit: float) -> 
 # Names
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("balanced", {"max_moves": 1.5}),
+        ("balanced", {"max_moves": True}),
+        ("balanced", {"lockstep": 1}),
+        ("static", {"batch_size": 1e9}),
+        ("static", {"sp_size": "2"}),
+        ("floating", {"min_samples": 2.0, "max_samples": 4}),
+        ("floating", {"min_samples": 1, "max_samples": 4, "candidates": "8"}),
+        ("bucket", {"sp_size": 0}),
+        ("packed", {"rows": None}),
+        ("dcp-inter", {"window": 10.0}),
+        ("dcp-intra", {"edges": (10.0, 20.0)}),
+        ("dcp-intra", {"length_groups": 65}),
+        ("dcp-intra", {"certify": "yes"}),
+    ],
+)
+def test_options_of_a_wrong_type_or_size_are_named(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"({'|'.join(options)})=.*(allowed are|must be)"):
+        create(name, **options)
+
+
 def test_create() -> None:
     assert create("static", sp_size=2, batch_size=3) == Static(sp_size=2, batch_size=3)
     assert create("balanced") == Balanced()
     planner = Static()
     assert create(planner) is planner
     for name in PLANNERS:
-        with pytest.raises(ValueError, match=f"planner '{name}' does not take the options"):
+        with pytest.raises(ValueError, match=rf"planner '{name}' has no option \['colour'\]; allowed are \w"):
             create(name, colour="red")
-    with pytest.raises(ValueError, match="'replay' does not take the options"):
+    with pytest.raises(ValueError, match="'replay' cannot be made with"):
         create("replay")
     with pytest.raises(ValueError, match="'buckets' is unknown; allowed are balanced, bucket"):
         create("buckets")

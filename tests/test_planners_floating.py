@@ -109,7 +109,7 @@ def test_samples_per_time_would_end_steps_before_long_samples() -> None:
 
 @pytest.mark.parametrize(
     ("least", "most", "candidates", "message"),
-    [(0, 4, 2, "min_samples=0"), (5, 4, 2, "min_samples <= max_samples"), (1, 4, 1, "two candidates")],
+    [(0, 4, 2, "min_samples=0"), (5, 4, 2, "min_samples <= max_samples"), (1, 4, 1, "candidates=1; allowed are integers from 2")],
 )
 def test_wrong_bounds_are_refused(least: int, most: int, candidates: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -103,7 +103,7 @@ def test_infeasible_is_about_the_fixed_size() -> None:
 
 @pytest.mark.parametrize(("sp_size", "batch_size"), [(0, 1), (1, 0), (1, -3)])
 def test_sizes_below_one_are_refused(sp_size: int, batch_size: int) -> None:
-    with pytest.raises(ValueError, match="each must be at least 1"):
+    with pytest.raises(ValueError, match="allowed are integers from 1"):
         Static(sp_size=sp_size, batch_size=batch_size)
 
 

@@ -8,6 +8,7 @@ from lightning_dcp.planners.balanced import Balanced
 from lightning_dcp.planners.bound import lower_bound
 from lightning_dcp.planners.floating import Floating
 from lightning_dcp.planners.grouped import Bucket, DCPInter, DCPIntra, PackedBaseline
+from lightning_dcp.planners.options import allowed_options
 from lightning_dcp.planners.protocol import DrawingPlanner, InfeasibleError, Limits, Planner, PlanRequest
 from lightning_dcp.planners.static import Replay, Static
 
@@ -67,7 +68,12 @@ def create(planner: str | Planner, **options: Any) -> Planner:
         return planner
     if planner not in _CLASSES:
         raise ValueError(f"planner {planner!r} is unknown; allowed are {', '.join(PLANNERS)}")
+    allowed = allowed_options(_CLASSES[planner])
+    if set(options) - set(allowed):
+        raise ValueError(
+            f"planner {planner!r} has no option {sorted(set(options) - set(allowed))}; allowed are {', '.join(allowed)}"
+        )
     try:
         return _CLASSES[planner](**options)
     except TypeError as error:
-        raise ValueError(f"planner {planner!r} does not take the options {sorted(options)}: {error}") from error
+        raise ValueError(f"planner {planner!r} cannot be made with {options}: {error}") from error

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners.lockstep import plan_lockstep
+from lightning_dcp.planners.options import check_flags, check_integers
 from lightning_dcp.planners.packing import plan_packed
 from lightning_dcp.planners.padded import plan_padded
 from lightning_dcp.planners.protocol import PlanRequest
@@ -38,7 +39,7 @@ class Balanced:
             :func:`~lightning_dcp.planners.lockstep.plan_lockstep`.
 
     Raises:
-        ValueError: ``max_moves`` is negative.
+        ValueError: ``max_moves`` is no integer from 0, or ``lockstep`` no flag.
     """
 
     max_moves: int = 200
@@ -47,8 +48,8 @@ class Balanced:
     draws: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if self.max_moves < 0:
-            raise ValueError(f"max_moves={self.max_moves}; allowed are integers from 0")
+        check_integers(self, 0, "max_moves")
+        check_flags(self, "lockstep")
 
     def plan(self, request: PlanRequest) -> IterationPlan:
         """Plan one optimizer step.

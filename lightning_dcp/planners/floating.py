@@ -8,6 +8,7 @@ import numpy as np
 
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners.balanced import Balanced
+from lightning_dcp.planners.options import check_integers
 from lightning_dcp.planners.protocol import Planner, PlanRequest
 from lightning_dcp.topology import World
 
@@ -44,12 +45,12 @@ class Floating:
     draws: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
+        check_integers(self, 2, "candidates")
+        check_integers(self, 1, optional=("min_samples", "max_samples"))
         least, most = self.min_samples, self.max_samples
-        known = [bound for bound in (1, least, most) if bound is not None]
-        if known != sorted(known) or self.candidates < 2:
+        if least is not None and most is not None and least > most:
             raise ValueError(
-                f"min_samples={self.min_samples}, max_samples={self.max_samples}, candidates={self.candidates}; "
-                "allowed are 1 <= min_samples <= max_samples and two candidates or more"
+                f"min_samples={least}, max_samples={most}; allowed are integers with min_samples <= max_samples"
             )
         if self.planner.draws:
             raise ValueError(

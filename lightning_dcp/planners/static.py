@@ -23,6 +23,7 @@ from lightning_dcp.planners.assembly import (
     usable_sp_sizes,
 )
 from lightning_dcp.planners.bound import lower_bound
+from lightning_dcp.planners.options import check_integers
 from lightning_dcp.planners.protocol import PlanRequest
 from lightning_dcp.topology import Block
 
@@ -59,8 +60,7 @@ class Static:
     lockstep: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if min(self.sp_size, self.batch_size) < 1:
-            raise ValueError(f"sp_size={self.sp_size}, batch_size={self.batch_size}: each must be at least 1")
+        check_integers(self, 1, "sp_size", "batch_size")
         if self.deal not in ("longest_first", "in_order"):
             raise ValueError(f"deal={self.deal!r}; allowed are 'longest_first' and 'in_order'")
 

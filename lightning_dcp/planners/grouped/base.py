@@ -15,6 +15,7 @@ from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners.assembly import Placement, assemble
 from lightning_dcp.planners.bound import lower_bound
 from lightning_dcp.planners.grouped.groups import Groups
+from lightning_dcp.planners.options import check_flags, check_integers
 from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
 from lightning_dcp.topology import World
 
@@ -42,8 +43,8 @@ class Drawing:
     lockstep: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window}; allowed are integers from 1")
+        check_integers(self, 1, optional=("window",))
+        check_flags(self, "certify")
 
     def lookahead(self, world: World) -> int:
         """How many samples the planner wants to be offered."""
@@ -77,10 +78,12 @@ class Grouped(Drawing):
         Drawing.__post_init__(self)
         if self.edges is not None:
             edges = tuple(self.edges)
-            if not edges or edges[0] < 1 or any(a >= b for a, b in pairwise(edges)):
+            whole = all(type(edge) is int for edge in edges)
+            if not edges or not whole or edges[0] < 1 or any(a >= b for a, b in pairwise(edges)):
                 raise ValueError(f"edges={edges}; they must be integers from 1, ascending, at least one")
             object.__setattr__(self, "edges", edges)
-        if not 1 <= self.length_groups <= MAX_GROUPS:
+        check_integers(self, 1, "length_groups")
+        if self.length_groups > MAX_GROUPS:
             raise ValueError(f"length_groups={self.length_groups}; allowed are 1 to {MAX_GROUPS}")
 
     def _settled(

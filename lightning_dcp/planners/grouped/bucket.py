@@ -16,6 +16,7 @@ from lightning_dcp.planners.grouped.draw import draw
 from lightning_dcp.planners.grouped.groups import Groups
 from lightning_dcp.planners.grouped.menu import Curve, Menus
 from lightning_dcp.planners.grouped.tuning import best_buckets
+from lightning_dcp.planners.options import check_integers
 from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
 
 
@@ -49,8 +50,7 @@ class Bucket(Grouped):
     def __post_init__(self) -> None:
         Grouped.__post_init__(self)
         check_policy(self.recompute)
-        if self.sp_size is not None and self.sp_size < 1:
-            raise ValueError(f"sp_size={self.sp_size}; allowed are integers from 1, or None to choose it")
+        check_integers(self, 1, optional=("sp_size",))
 
     def plan(self, request: PlanRequest) -> IterationPlan:
         """Draw one optimizer step from the offered samples; the first of them is in it.

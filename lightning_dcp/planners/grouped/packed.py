@@ -14,6 +14,7 @@ from lightning_dcp.planners.grouped.base import Drawing, check_policy, with_poli
 from lightning_dcp.planners.grouped.rows import Rows, fill, largest_budget, least_budget
 from lightning_dcp.planners.packing.bound import packed_lower_bound
 from lightning_dcp.planners.packing.menu import packed_sp_sizes, row_tokens
+from lightning_dcp.planners.options import check_integers
 from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
 
 _TRIED_ROWS = 128
@@ -53,9 +54,7 @@ class PackedBaseline(Drawing):
     def __post_init__(self) -> None:
         Drawing.__post_init__(self)
         check_policy(self.recompute)
-        for name, value in (("sp_size", self.sp_size), ("budget", self.budget), ("rows", self.rows)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}; allowed are integers from 1")
+        check_integers(self, 1, "rows", optional=("sp_size", "budget"))
 
     def plan(self, request: PlanRequest) -> IterationPlan:
         """Draw one optimizer step from the offered samples; the first of them is in it.
