@@ -9,8 +9,9 @@ All planners train the same samples, so that their tokens per second can be comp
 
 from __future__ import annotations
 
+from lightning_dcp.planners.adapting import for_dataset
 from lightning_dcp.simulate.cluster import Cluster
-from lightning_dcp.simulate.comparison import compare, for_dataset, with_ratios
+from lightning_dcp.simulate.comparison import compare, with_ratios
 from lightning_dcp.simulate.needs import LongestSample, check_lengths, longest_sample
 from lightning_dcp.simulate.plain import tuned_static
 from lightning_dcp.simulate.plans import plan_record

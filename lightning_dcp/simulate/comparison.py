@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_dcp.cost import IntArray
-from lightning_dcp.lengths import length_groups
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners import Planner
-from lightning_dcp.planners.grouped.base import Grouped
 from lightning_dcp.simulate.cluster import Cluster
 from lightning_dcp.simulate.run import simulate
 from lightning_dcp.simulate.tally import Simulation
@@ -66,20 +64,6 @@ def compare(
         )
         results.append(replace(result, planner=label))
     return with_ratios(results, [planner.name for _, planner in labelled])
-
-
-def for_dataset(planner: Planner, shapes: IntArray) -> Planner:
-    """The planner with the length groups of the whole dataset, if it has groups and was not given any.
-
-    Groups that stay the same in every step serve the grouped planners better than those of the samples at hand.
-
-    Args:
-        planner: any planner.
-        shapes: sizes of all samples of the dataset.
-    """
-    if not isinstance(planner, Grouped) or planner.edges is not None:
-        return planner
-    return replace(planner, edges=length_groups(shapes, planner.length_groups))
 
 
 def with_ratios(results: Sequence[Simulation], names: Sequence[str]) -> list[Simulation]:
