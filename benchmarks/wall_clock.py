@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from scipy import stats
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_dcp.amounts import parse_bytes
 from lightning_dcp.cost import CostModel
