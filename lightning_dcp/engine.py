@@ -1,9 +1,9 @@
 """The DeepSpeed side: configuration, and the gradient reduction that we trigger once per step.
 
-Every private name of DeepSpeed that we touch stands in this file; ``tests/test_engine.py`` checks that each
-still exists. ZeRO-1 averages gradients over the ranks when told that a backward is the last of a step. Ranks with
-different numbers of micro-batches have no common last backward, so every backward runs with the boundary off,
-and the reduction is called by hand after all of them.
+Every private name of DeepSpeed that training touches stands in this file; ``tests/test_upstream.py`` checks that each
+still exists; those of a checkpoint stand in ``checkpoint/shards.py``. ZeRO-1 averages gradients over the ranks when
+told that a backward is the last of a step. Ranks with different numbers of micro-batches have no common last
+backward, so every backward runs with the boundary off, and the reduction is called by hand after all of them.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_dcp.checkpoint import AtomicCheckpointIO, Section
@@ -260,15 +261,29 @@ class RichAdagrad(Rich):
         return torch.optim.Adagrad(groups, lr=0.1)
 
 
+class RichNorm(Rich):
+    def __init__(self, case: Any) -> None:
+        super().__init__(case)
+        self.norm = torch.nn.BatchNorm1d(2)
+
+
 @pytest.mark.parametrize(
-    ("module", "sentence"),
+    ("module", "callbacks", "sentence"),
     [
-        (NoTraining, "parameter group 2 of the optimizer has no parameter with"),
-        (RichAdagrad, "returned an Adagrad, which DeepSpeed replaces"),
+        (NoTraining, (), "parameter group 2 of the optimizer has no parameter with"),
+        (RichAdagrad, (), "returned an Adagrad, which DeepSpeed replaces"),
+        (
+            RichNorm,
+            (StochasticWeightAveraging(0.1),),
+            "StochasticWeightAveraging on RichNorm, which has a batch norm",
+        ),
     ],
+    ids=["frozen-group", "adagrad", "batch-norm"],
 )
-def test_optimizers_that_deepspeed_would_change_are_refused(pool: Pool, module: type[Rich], sentence: str) -> None:
-    answers = pool.run(_resumed, 2, Run(module=module), timeout=60.0)
+def test_what_would_be_trained_otherwise_is_refused(
+    pool: Pool, module: type[Rich], callbacks: tuple[Any, ...], sentence: str
+) -> None:
+    answers = pool.run(_resumed, 2, Run(module=module, callbacks=callbacks), timeout=60.0)
     assert all(sentence in text for text, _ in answers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -121,27 +122,28 @@ def test_a_state_that_cannot_be_divided_is_refused(pool: Pool, tmp_path: Any) ->
         assert "The state of Blockwise cannot be saved by parameter: ['scales']" in messages[0]
 
 
-def _meet_thrice(late: int | None) -> str:
-    from datetime import timedelta
-
-    meeting = Meeting(dist.get_rank(), dist.get_world_size(), timedelta(seconds=20 if late is None else 1))
-    for _ in range(3):
-        meeting.wait("this")
-    if late == meeting.rank:
+def _meet(late: int | None) -> str:
+    """Meet, and once more in a later fit of the same process group, where a rank may stay away."""
+    limit = timedelta(seconds=20 if late is None else 1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first, second = Meeting(rank, world, limit), Meeting(rank, world, limit)
+    for _ in range(3 if late is None else 1):
+        first.wait("this")
+    if late == rank:
         return "late"
     try:
-        if late is not None:
-            meeting.wait("that")
+        second.wait("that")
     except LonelyCallError as error:
         return str(error)
     dist.barrier()
-    keys = [meeting._key(number, who) for number in range(2) for who in (0, 1, 2, "all")]
-    return f"{[_get_default_store().check([key]) for key in keys].count(True)} keys are left"
+    store = _get_default_store()
+    keys = [first._key(number, who) for number in range(2) for who in (0, 1, 2, "all")]
+    return f"{[store.check([key]) for key in keys].count(True)} keys are left"
 
 
 def test_ranks_meet_again_and_again_and_name_who_is_missing(pool: Pool) -> None:
-    assert pool.run(_meet_thrice, 3, None, timeout=60.0) == ["0 keys are left"] * 3
-    answers = pool.run(_meet_thrice, 3, 1, timeout=60.0)
+    assert pool.run(_meet, 3, None, timeout=60.0) == ["0 keys are left"] * 3
+    answers = pool.run(_meet, 3, 1, timeout=60.0)
     assert answers[1] == "late"
     for rank in (0, 2):
         assert answers[rank].startswith("that waited 1 s for ranks [1], only ranks [0, 2] called it")

@@ -25,7 +25,7 @@ def adapt_averaging(callbacks: Iterable[pl.Callback], module: pl.LightningModule
     """
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
-            if callback.pl_module_contains_batch_norm(module):
+            if module.trainer.state.fn == "fit" and callback.pl_module_contains_batch_norm(module):
                 raise MisconfigurationException(
                     f"StochasticWeightAveraging on {type(module).__name__}, which has a batch norm: its statistics "
                     "would need an epoch without optimizer steps, which DCPStrategy cannot plan. Use the callback "

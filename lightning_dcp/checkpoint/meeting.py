@@ -34,6 +34,7 @@ class Meeting:
         self.world_size = world_size
         self.limit = limit or _LIMIT
         self._round = 0
+        self._name: str | None = None
 
     def wait(self, doing: str) -> None:
         """Come back when all ranks have come as often as this one; a few messages to the store, by every rank.
@@ -47,8 +48,10 @@ class Meeting:
         if self.world_size == 1:
             return
         store = _get_default_store()
-        mine = [self._key(self._round, self.rank)]
-        store.set(mine[0], "")
+        if self._name is None:
+            # A process group outlives a fit, and what an earlier fit left in its store must not count for this one.
+            self._name = str(store.add(f"lightning_dcp/meetings/{self.rank}", 1))
+        store.set(self._key(self._round, self.rank), "")
         everyone = [self._key(self._round, rank) for rank in range(self.world_size)]
         everyone_came = self._key(self._round, "all")
         try:
@@ -68,7 +71,7 @@ class Meeting:
         self._round += 1
 
     def _key(self, number: int, who: int | str) -> str:
-        return f"lightning_dcp/meeting/{number}/{who}"
+        return f"lightning_dcp/meeting/{self._name}/{number}/{who}"
 
     def _sentence(self, doing: str, there: Callable[[list[str]], bool], keys: list[str]) -> str:
         came = [rank for rank, key in enumerate(keys) if there([key])]
