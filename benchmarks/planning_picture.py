@@ -29,10 +29,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     sweep = [case for case in cases if not case["compared"]]
     _lines(axes[1, 0], sweep, "ms", "planning, ms on one core (median)")
     for goal in result["goal_ms"]:
-        axes[1, 0].plot(goal["samples"], goal["ms"], marker="v", color="#222222", markersize=8, linestyle="")
-        axes[1, 0].annotate(
-            f"most allowed, W={goal['world_size']}", (goal["samples"], goal["ms"]), fontsize=8, ha="right"
-        )
+        place = goal["samples"], goal["ms"]
+        axes[1, 0].plot(*place, marker="v", color="#222222", markersize=8, linestyle="")
+        text = f"most allowed, W={goal['world_size']}"
+        axes[1, 0].annotate(text, place, (-9, 3), textcoords="offset points", fontsize=8, ha="right")
     _lines(axes[1, 1], sweep, "gap", "gap to the plan's own bound (mean)")
     figure.suptitle(f"balanced on the reference cost model ({result['machine']}, {result['date']})")
     figure.savefig(path, dpi=110)
@@ -73,22 +73,22 @@ def _padded(axes: Axes, cases: Cases) -> None:
     axes.set_xticks(range(len(cases)), labels, rotation=90, fontsize=6)
     axes.set_yscale("log")
     axes.set(title="no packing: gap to the padding-aware bound (mean)", ylabel="percent")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _lines(axes: Axes, cases: Cases, value: str, title: str) -> None:
     """One line for each number of ranks, solid with packing; the mean over the kinds of data."""
+    gaps = value == "gap"
     for k, world_size in enumerate(sorted({case["world_size"] for case in cases})):
         for packing, style in ((True, "-"), (False, "--")):
             chosen = [case for case in cases if (case["world_size"], case["packing"]) == (world_size, packing)]
             counts = sorted({case["samples"] for case in chosen})
-            means = []
-            for count in counts:
-                values = [case[value] for case in chosen if case["samples"] == count]
-                means.append((100 if value == "gap" else 1) * sum(values) / len(values))
-            label = f"W={world_size}, {'packed' if packing else 'padded'}"
+            values = [[case[value] for case in chosen if case["samples"] == count] for count in counts]
+            # Plans at the bound itself stand at the lower edge of the logarithmic scale.
+            means = [max((100 if gaps else 1) * sum(column) / len(column), 0.01) for column in values]
+            label = f"W={world_size}" if packing else None
             axes.plot(counts, means, style, marker=".", color=RANKS[k % len(RANKS)], label=label)
-    axes.set(
-        title=title, xlabel="samples", xscale="log", yscale="log", ylabel="percent" if value == "gap" else "ms"
-    )
-    axes.legend(fontsize=7, ncols=2)
+    axes.plot([], [], "-", color="#222222", label="packed")
+    axes.plot([], [], "--", color="#222222", label="padded")
+    axes.set(title=title, xlabel="samples", xscale="log", yscale="log", ylabel="percent" if gaps else "ms")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -15,10 +15,14 @@ __all__ = ["packed_lower_bound", "plan_packed"]
 def plan_packed(request: PlanRequest, max_moves: int) -> IterationPlan:
     """Plan one optimizer step of packed rows, with the least makespan found and its lower bound.
 
-    Moldable scheduling on the laminar family of groups: for targets of the makespan near the lower bound each
-    sample gets the group size and the recompute of least rank-time that meet the target; wide groups are placed
-    first, the longest sample on the group that is free first, in a row that has room for it; then groups of equal
-    size exchange samples until their loads are even, and the busiest rank gives samples or rows to any other.
+    1. Prices: for fixed ``(p, r)`` a row costs a fixed part and a sum over its samples (:mod:`.menu`, :mod:`.levels`).
+    2. The lower bound: shares of the fixed part (:mod:`.bound`) and whole rows only (:mod:`.counting`).
+    3. A first placement: each sample gets the group size and recompute of least rank-time that end within the bound;
+       wide groups first, the longest sample on the group that is free first, in a row with room (:mod:`.construct`).
+    4. Groups of equal size exchange samples until their loads are even (:mod:`.exchange`); the busiest rank gives
+       samples or rows to any other (:mod:`.improve`).
+    5. If that is not close to the bound, the same from other placements: for other targets, poured up to a target
+       found by bisection, first-fit decreasing; the best counts (:mod:`.trials`).
 
     - Equal lengths are interchangeable: neither the order of the samples nor their ids change the makespan.
     - ``limits.max_step_factor`` is not used: the step's samples are given, so its length is no choice.
