@@ -64,12 +64,12 @@ def test_another_number_of_ranks_trains_on(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("precision", "module"), [("32-true", Rich), ("bf16-mixed", RichAdam)])
 def test_loading_and_saving_changes_no_bit(pool: Pool, tmp_path: Path, precision: str, module: type[Rich]) -> None:
-    """Weights, float32 masters and optimizer state, from 3 ranks to 1, 2 and 4; saved after the end of a fit."""
+    """Weights, float32 masters and optimizer state, from 3 ranks to others; saved after the end of a fit."""
     first = tmp_path / "3.ckpt"
     pool.run(train, 3, run_on(3, precision=precision, steps=2, save=str(first), module=module), timeout=120.0)
     expected = tensors_of({key: read(first)[key] for key in WEIGHTS})
     assert {value.dtype for name, value in expected.items() if name.startswith("/optimizer")} == {torch.float32}
-    for ranks in (1, 2, 4):
+    for ranks in (1, 4):
         again = tmp_path / f"{ranks}.ckpt"
         run = run_on(ranks, precision=precision, steps=2, resume=str(first), save=str(again), module=module)
         pool.run(train, ranks, run, timeout=120.0)

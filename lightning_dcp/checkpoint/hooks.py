@@ -25,7 +25,7 @@ from lightning_dcp.checkpoint.meeting import Meeting
 from lightning_dcp.checkpoint.optimizer_state import load_state, whole_state
 from lightning_dcp.checkpoint.progress import resumable
 from lightning_dcp.checkpoint.randomness import random_state, restore_random_state
-from lightning_dcp.checkpoint.section import Section, plan_settings, resumed_profile, warn_of_changes
+from lightning_dcp.checkpoint.section import Section, resumed_profile, warn_of_changes
 from lightning_dcp.checkpoint.shards import Shards
 from lightning_dcp.checkpoint.weights import load_masters, whole_weights
 from lightning_dcp.cost import IntArray
@@ -235,7 +235,7 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         section = self._resumed
         if section is None:
             return settings
-        warn_of_changes(section, plan_settings(settings), site.world_size)
+        warn_of_changes(section, settings, site.world_size)
         if isinstance(settings.profile, Profile):
             return settings
         switch = RecomputeSwitch(find_families(module, settings.layers))

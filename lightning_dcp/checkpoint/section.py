@@ -107,10 +107,12 @@ def _plain(value: Any) -> Any:
     return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
 
 
-def warn_of_changes(section: Section, settings: Mapping[str, Any], world_size: int) -> None:
+def warn_of_changes(section: Section, settings: Settings, world_size: int) -> None:
     """Name what of a resumed run is set otherwise than it was; the run goes on with its own settings."""
     then = {"ranks": section.world_size, **section.settings}
-    now = {"ranks": world_size, **settings}
+    now = {"ranks": world_size, **plan_settings(settings)}
+    if isinstance(settings.profile, Profile) and settings.profile != section.profile:
+        then["profile"], now["profile"] = "of the checkpoint", "given"
     changed = [
         f"{name}: {then.get(name, '-')} / {now.get(name, '-')}"
         for name in dict.fromkeys([*then, *now])
