@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from math import isfinite
+from typing import Any, get_args
+
+from lightning_dcp.cost import RecomputePolicy
 
 
 def check_integers(planner: Any, minimum: int, *names: str, optional: tuple[str, ...] = ()) -> None:
@@ -30,6 +33,28 @@ def check_flags(planner: Any, *names: str) -> None:
     for name in names:
         if not isinstance(getattr(planner, name), bool):
             raise ValueError(f"{name}={getattr(planner, name)!r}; allowed are True and False")
+
+
+def check_policy(recompute: object) -> None:
+    """Refuse a recompute policy that does not exist.
+
+    Raises:
+        ValueError: names it.
+    """
+    if recompute not in get_args(RecomputePolicy):
+        raise ValueError(f"recompute={recompute!r}; allowed are {get_args(RecomputePolicy)}")
+
+
+def check_factor(name: str, factor: object) -> None:
+    """Refuse what is neither ``None`` nor a finite number from 1.
+
+    Raises:
+        ValueError: names it.
+    """
+    if factor is None:
+        return
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not (isfinite(factor) and factor >= 1):
+        raise ValueError(f"{name}={factor!r}; allowed are finite numbers from 1, or None")
 
 
 def allowed_options(planner: type[Any]) -> tuple[str, ...]:

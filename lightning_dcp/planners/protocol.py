@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_dcp.cost import CostModel, IntArray, RecomputePolicy
 from lightning_dcp.plan import IterationPlan, PlanError, Shape
+from lightning_dcp.planners.options import check_factor, check_flags, check_integers, check_policy
 from lightning_dcp.topology import World
 
 
@@ -22,11 +23,14 @@ class Limits:
         max_batch_size: most samples in one micro-batch.
         max_tokens: most padded tokens of one micro-batch per rank.
         min_micro_batches: ``G_min`` (paper, Appendix C).
-        max_step_factor: ``G_max`` (paper, Appendix C).
+        max_step_factor: ``G_max`` (paper, Appendix C), at least 1.
         recompute: ``"auto"``, ``"none"`` or ``"full"``.
         exact_shapes: nothing is padded, since the model's result depends on it: only samples of equal shape share a
             micro-batch, on a group whose size divides their first axis.
         packing: micro-batches may hold samples of mixed lengths in one row.
+
+    Raises:
+        ValueError: a limit is out of range.
     """
 
     memory_bytes: int
@@ -37,6 +41,14 @@ class Limits:
     recompute: RecomputePolicy = "auto"
     exact_shapes: bool = False
     packing: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.memory_bytes) is not int:
+            raise ValueError(f"memory_bytes={self.memory_bytes!r}; allowed are integers")
+        check_integers(self, 1, "min_micro_batches", optional=("max_batch_size", "max_tokens"))
+        check_factor("max_step_factor", self.max_step_factor)
+        check_policy(self.recompute)
+        check_flags(self, "exact_shapes", "packing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

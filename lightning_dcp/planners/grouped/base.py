@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import get_args
 
 import numpy as np
 
@@ -104,16 +103,6 @@ class Grouped(Drawing):
             except InfeasibleError:
                 pass
         return request, Groups.build(request, sp_sizes, self.edges, self.length_groups)
-
-
-def check_policy(recompute: object) -> None:
-    """Refuse a recompute policy that does not exist.
-
-    Raises:
-        ValueError: names it.
-    """
-    if recompute not in get_args(RecomputePolicy):
-        raise ValueError(f"recompute={recompute!r}; allowed are {get_args(RecomputePolicy)}")
 
 
 def padding(request: PlanRequest) -> PlanRequest:

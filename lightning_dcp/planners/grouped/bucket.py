@@ -11,12 +11,12 @@ from lightning_dcp.cost import INFEASIBLE, RecomputePolicy
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners.assembly import exceeds, round_up, settings_within, usable_sp_sizes
 from lightning_dcp.planners.grouped.accumulation import equal
-from lightning_dcp.planners.grouped.base import Grouped, check_policy, finish, padding
+from lightning_dcp.planners.grouped.base import Grouped, finish, padding
 from lightning_dcp.planners.grouped.draw import draw
 from lightning_dcp.planners.grouped.groups import Groups
 from lightning_dcp.planners.grouped.menu import Curve, Menus
 from lightning_dcp.planners.grouped.tuning import best_buckets
-from lightning_dcp.planners.options import check_integers
+from lightning_dcp.planners.options import check_integers, check_policy
 from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
 
 

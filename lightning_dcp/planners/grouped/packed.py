@@ -10,9 +10,9 @@ import numpy as np
 from lightning_dcp.cost import INFEASIBLE, RecomputePolicy
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.assembly import round_up, shortest
-from lightning_dcp.planners.grouped.base import Drawing, check_policy, with_policy
+from lightning_dcp.planners.grouped.base import Drawing, with_policy
 from lightning_dcp.planners.grouped.rows import Rows, fill, largest_budget, least_budget
-from lightning_dcp.planners.options import check_integers
+from lightning_dcp.planners.options import check_integers, check_policy
 from lightning_dcp.planners.packing.bound import packed_lower_bound
 from lightning_dcp.planners.packing.menu import packed_sp_sizes, row_tokens
 from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
