@@ -104,5 +104,6 @@ def _require(request: PlanRequest, singles: Singles) -> None:
     if (fastest >= NEVER).any():
         check_feasible(request, tuple(singles))
         raise ValueError(
-            f"a sample takes 2**50 ns (13 days) or more on all of {tuple(singles)} ranks; the profile is damaged"
+            f"a sample takes 2**50 ns (13 days) or more of the ranks' time together on groups of each of "
+            f"{tuple(singles)} ranks; the profile is damaged"
         )

@@ -120,7 +120,7 @@ Singles = Mapping[int, tuple[IntArray, IntArray]]
 def singles_of(source: Source, sp_sizes: Sequence[int]) -> Singles:
     """Every kind alone on every size; :data:`NEVER` where it does not fit."""
     one = np.ones(1, dtype=np.int64)
-    return {p: _clipped(*source.rows(p, one, slice(None))) for p in sp_sizes}
+    return {p: _clipped(p, *source.rows(p, one, slice(None))) for p in sp_sizes}
 
 
 def build(request: PlanRequest, source: Source, singles: Singles, margin: int) -> list[Menu]:
@@ -176,7 +176,7 @@ class _Builder:
         shortest = max(fastest, total // self._world_size)
         found, best = [], np.full(len(counts), NEVER, dtype=np.int64)
         for (p, single), floor in zip(singles.items(), least, strict=True):
-            wanted = np.flatnonzero(floor // 128 < best // 128 * (100 + margin) // 100)
+            wanted = np.flatnonzero(floor < best * (100 + margin) // 100)
             menu = self._menu(p, single, wanted, bound + bound // 4)
             found.append(menu)
             shares = p * menu.times // menu.batch_sizes[: len(menu.times), None]
@@ -192,7 +192,7 @@ class _Builder:
         return replace(menu, times=np.concatenate([single[0], menu.times[1:]])) if len(differs) else menu
 
     def _rows(self, sp_size: int, batch_sizes: IntArray, columns: slice) -> tuple[IntArray, IntArray]:
-        return _clipped(*self._source.rows(sp_size, batch_sizes, columns))
+        return _clipped(sp_size, *self._source.rows(sp_size, batch_sizes, columns))
 
     def _bound(self, sp_sizes: Sequence[int], singles: Sequence[IntArray]) -> int:
         """At least the lower bound of the step: that of a few batch sizes."""
@@ -238,8 +238,10 @@ class _Builder:
         )
 
 
-def _clipped(times: IntArray, plain: IntArray) -> tuple[IntArray, IntArray]:
-    return np.minimum(times, NEVER), np.minimum(plain, NEVER)
+def _clipped(sp_size: int, times: IntArray, plain: IntArray) -> tuple[IntArray, IntArray]:
+    """:data:`NEVER` also where the rank-time would pass it: nothing possible may cost as much as what is not."""
+    most = NEVER // sp_size
+    return np.where(times < most, times, NEVER), np.where(plain < most, plain, NEVER)
 
 
 def _needed(times: IntArray, cap: int) -> int:

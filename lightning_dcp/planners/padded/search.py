@@ -111,7 +111,7 @@ class _Search:
         pour, ranges = Pour.build(self._world, self._lookup, cuts), ranges_of(cuts)
         low, step = self.bound, max(self.bound // _COARSE, 1)
         high, best = low + step, None
-        while best is None or high - low > self.bound // _FINE:
+        while best is None or high - low > max(self.bound // _FINE, 1):
             target = high if best is None else (low + high) // 2
             filled = pour.fill(ranges, target)
             if not filled.rest:
