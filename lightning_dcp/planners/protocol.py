@@ -64,7 +64,7 @@ class PlanRequest:
         limits: what the plan must respect.
 
     Raises:
-        ValueError: not one shape for each sample id, or no integers.
+        ValueError: not one shape for each sample id, no integers, or a size below 1.
     """
 
     sample_ids: IntArray
@@ -89,6 +89,11 @@ class PlanRequest:
         if len(self.sample_ids) != len(self.shapes):
             raise ValueError(
                 f"{len(self.sample_ids)} sample ids and {len(self.shapes)} shapes; one shape for each"
+            )
+        if self.shapes.min(initial=1) < 1:
+            first = int((self.shapes < 1).any(axis=1).argmax())
+            raise ValueError(
+                f"sample {self.sample_ids[first]} has shape {self.sizes[first]}; every size must be at least 1"
             )
 
     @property
