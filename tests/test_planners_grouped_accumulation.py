@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lightning_dcp.planners.grouped.accumulation import Kinds, micro_batches, share
+from lightning_dcp.planners.grouped.accumulation import Kinds, equal, micro_batches, share
 
 Batch = tuple[int, int, int]
 """Nanoseconds, sp_size, most micro-batches."""
@@ -155,6 +155,23 @@ def test_g_min_multiplies_all_by_the_same_factor_only_when_all_are_below_it() ->
     totals, last = micro_batches(kinds(batches), 2, 1.0, 5)
     assert (totals.tolist(), last) == ([3, 6], 300)
     assert micro_batches(kinds([(100, 1, 2), (50, 1, 99)]), 2, 1.0, 5)[0].tolist() == [2, 6]
+
+
+@pytest.mark.parametrize("factor", [1e18, 1e300])
+def test_a_g_max_beyond_all_samples_is_no_limit(factor: float) -> None:
+    batches = [(700_000_001, 2, 50), (333, 1, 50)]
+    totals, last = micro_batches(kinds(batches), 3, factor)
+    wanted, _ = micro_batches(kinds(batches), 3, 100.0)
+    assert totals.tolist() == wanted.tolist()
+    assert last == int(totals[0]) * 700_000_001
+
+
+@pytest.mark.parametrize("g_min", [10**6, 2**62, 2**62 + 1, 10**30])
+def test_a_g_min_beyond_all_samples_takes_them_all(g_min: int) -> None:
+    given = kinds([(100, 1, 9), (50, 1, 8)], counts=[2, 4])
+    for totals, last in (micro_batches(given, 6, 1.0, g_min), equal(given, g_min)):
+        assert totals.tolist() == [9, 8]
+        assert last == 500
 
 
 def test_many_batches_of_many_kinds_stay_within_the_bounds() -> None:

@@ -24,6 +24,9 @@ _SLACK_NUMERATOR, _SLACK_DENOMINATOR = 1, 200
 _ROUNDING = 1e-9
 """Ratios of integers below 2**63 in float64 are closer than this; what lies closer is compared in integers."""
 
+_LONGEST = 2**62
+"""Most rank-nanoseconds of a step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
@@ -69,7 +72,7 @@ def micro_batches(
     Args:
         kinds: the batches.
         world_size: ``W``.
-        max_step_factor: ``G_max``; the step lasts at most so many times its longest micro-batch, which it may
+        max_step_factor: ``G_max``, finite; the step lasts at most so many times its longest micro-batch, which it may
             always last.
         min_micro_batches: ``G_min``; where every ``g`` is below it, all are multiplied by ``ceil(G_min / max g)``,
             beyond ``G_max`` if need be and as far as the supply goes.
@@ -82,13 +85,14 @@ def micro_batches(
     totals = np.minimum(kinds.counts * (target // kinds.nanoseconds), kinds.supply)
     most = int((-(-totals // kinds.counts)).max())
     if most < min_micro_batches:
-        totals = np.minimum(totals * -(-min_micro_batches // most), kinds.supply)
+        factor = min(-(-min_micro_batches // most), int(kinds.supply.max()))
+        totals = np.minimum(totals * factor, kinds.supply)
     return totals, _last(kinds, totals)
 
 
 def equal(kinds: Kinds, number: int) -> tuple[IntArray, int]:
     """The same ``g`` for all batches, as far as the supply goes; the result is that of :func:`micro_batches`."""
-    totals = np.minimum(kinds.counts * number, kinds.supply)
+    totals = np.minimum(kinds.counts * min(number, int(kinds.supply.max())), kinds.supply)
     return totals, _last(kinds, totals)
 
 
@@ -105,7 +109,10 @@ def _last(kinds: Kinds, totals: IntArray) -> int:
 def _target(kinds: Kinds, world_size: int, max_step_factor: float) -> int:
     """The ``C`` to aim at."""
     longest = int(kinds.nanoseconds.max())
-    ends, work = _steps(kinds, max(longest, int(max_step_factor * longest)))
+    numerator, denominator = max_step_factor.as_integer_ratio()
+    # No sum of rank-nanoseconds wraps up to the last.
+    longest_step = min(longest * numerator // denominator, _LONGEST // world_size)
+    ends, work = _steps(kinds, max(longest, longest_step))
     # Every batch has at least one micro-batch.
     ends, work = ends[ends >= longest], work[ends >= longest]
     useful = work / ends
