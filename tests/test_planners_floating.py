@@ -60,14 +60,41 @@ def test_of_the_candidates_the_one_of_most_useful_work_per_time_is_taken() -> No
 
 
 def test_a_dear_end_of_the_step_asks_for_more_samples() -> None:
-    rng = np.random.default_rng(5)
-    shapes = texts(*rng.integers(10, 3000, 60).tolist())
+    """Four equal samples fill the ranks; those behind them are one too many for any number of rounds."""
+    shapes = texts(*[3000] * 4, *np.random.default_rng(5).integers(10, 3000, 56).tolist())
 
     def samples(sync_time: int) -> int:
         cost = CostModel(replace(analytic_profile((1, 2, 4)), sync_time=sync_time))
         return Floating(min_samples=4, max_samples=48).plan(request(shapes, 4, cost=cost)).num_samples
 
-    assert samples(10**12) == 48 >= samples(0)
+    assert samples(10**12) == 48 > samples(0)
+
+
+@pytest.mark.parametrize(("least", "most", "candidates"), [(4, 48, 8), (1, 7, 8), (3, 3, 2), (100, 10**6, 30), (1, 10**9, 40)])
+def test_candidates_are_rounded_points_of_a_geometric_series(least: int, most: int, candidates: int) -> None:
+    """Exact: 2 c - 1 and 2 c + 1 are on either side of twice the point, whose power is an integer."""
+    found = Floating(min_samples=least, max_samples=most, candidates=candidates)._counts(10**12, 10**12)
+    last = candidates - 1
+    wanted = set()
+    for k in range(candidates):
+        power = 2**last * least ** (last - k) * most**k
+        near = round(least ** (1 - k / last) * most ** (k / last))
+        span = range(max(near - 2 - near // 10**9, 1), near + 3 + near // 10**9)
+        wanted.add(next(c for c in span if (2 * c - 1) ** last <= power < (2 * c + 1) ** last))
+    assert found == sorted(wanted, reverse=True)
+
+
+def test_candidates_are_found_without_floating_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``geomspace`` calls the machine's logarithm and power, which may differ in the last bit."""
+    monkeypatch.setattr(np, "geomspace", None)
+    asked = request(texts(*[100] * 30), 4)
+    assert Floating(min_samples=4, max_samples=16).plan(asked).num_samples >= 4
+
+
+def test_a_step_without_samples_has_an_empty_plan() -> None:
+    plan = Floating(min_samples=4, max_samples=16).plan(request([], 4))
+    assert plan == Balanced().plan(request([], 4))
+    assert not plan.micro_batches
 
 
 def test_an_epoch_is_drained_in_order_without_a_tiny_last_step() -> None:

@@ -79,6 +79,8 @@ class Floating:
         Raises:
             InfeasibleError: a sample fits no allowed setting.
         """
+        if not len(request.sample_ids):
+            return self.planner.plan(request)
         work = np.cumsum(request.cost.useful_time(request.shapes.prod(axis=1))).tolist()
         best: tuple[int, int, IterationPlan] | None = None
         for count in self._counts(len(request.sample_ids), self.lookahead(request.world)):
@@ -104,10 +106,31 @@ class Floating:
         least, most = self._bounds()
         if offered <= least:
             return [offered]
-        spaced = np.geomspace(least, most, self.candidates).round()
-        counts = sorted({min(int(count), offered) for count in spaced}, reverse=True)
+        spaced = _geometric(least, most, self.candidates)
+        counts = sorted({min(count, offered) for count in spaced}, reverse=True)
         if offered == wanted:
             return counts
         # The epoch ends here: no step of it should be left with less than the least.
         whole = [count for count in counts if count == offered or offered - count >= least]
         return whole or [min(offered, most)]
+
+
+def _geometric(least: int, most: int, count: int) -> list[int]:
+    """``count`` points of a geometric series from ``least`` to ``most``, each rounded to the nearest integer.
+
+    In Python's integers: a logarithm or a power may differ in its last bit between two machines.
+    """
+    last = count - 1
+    return [_rounded_root(least ** (last - k) * most**k, last, least, most) for k in range(count)]
+
+
+def _rounded_root(power: int, degree: int, low: int, high: int) -> int:
+    """The integer next to the root of a number, which lies from ``low`` to ``high``."""
+    power <<= degree
+    while low < high:
+        middle = (low + high + 1) // 2
+        if (2 * middle - 1) ** degree <= power:
+            low = middle
+        else:
+            high = middle - 1
+    return low
