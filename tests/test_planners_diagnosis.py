@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_dcp.cost import CostModel
 from lightning_dcp.metrics import GapWatch
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners import Balanced, PlanRequest, Static, lower_bound
@@ -111,6 +112,29 @@ def test_a_plan_without_a_bound_is_explained_by_the_bound_of_its_samples() -> No
     asked = _alone(request(texts(*[1000] * 5), 4))
     plan = Balanced().plan(asked)
     assert diagnose(asked, replace(plan, lower_bound=0)) == diagnose(asked, plan)
+
+
+def test_a_step_that_takes_no_time_has_no_gap() -> None:
+    """No samples; or samples so short that their time is rounded to nothing."""
+    nothing = request([], 4)
+    assert diagnose(nothing, Balanced().plan(nothing)).startswith("no time")
+    none = tuple(replace(m, forward=(0,), backward=(0,), recompute=(0,), constant_time=0) for m in COST.profile.measurements)
+    free = request(texts(*[5] * 9), 4, cost=CostModel(replace(COST.profile, measurements=none)))
+    assert diagnose(free, Balanced().plan(free)).startswith("no time")
+
+
+def test_a_bound_of_nothing_is_no_reason_to_fail() -> None:
+    """The bound of short samples may be rounded to nothing where their batch takes time."""
+    few = [(1, 1000, 500), (50, 1000, 25_000)]
+    (one, *_) = COST.profile.measurements
+    rows = tuple(
+        replace(one, batch_size=b, shape=(s,), sp_size=1, forward=(t,), backward=(0,), recompute=(t,), constant_time=0)
+        for b, s, t in few
+    )
+    asked = request(texts(*[1] * 50), 2, cost=CostModel(replace(COST.profile, num_layers=(1,), measurements=rows)))
+    plan = Static(batch_size=25).plan(asked)
+    assert lower_bound(asked) == 0 < plan.makespan
+    assert diagnose(asked, plan).startswith(("too few samples", "padding", "the planner"))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -51,13 +51,19 @@ def diagnose(request: PlanRequest, plan: IterationPlan) -> str:
 
     Returns:
         A sentence that begins with the cause: ``too few samples in a step``, ``one sample dominates``, ``memory``,
-        ``padding``, ``G_min``, or ``the planner``, where none of the others explains it.
+        ``padding``, ``G_min``, or ``the planner``, where none of the others explains it; ``no time`` where the step
+        takes none by prediction.
     """
+    if not plan.makespan:
+        return (
+            f"no time: by the profile the {plan.num_samples} samples of the step take none, so there is no gap. "
+            "Profile again with longer samples, or larger batches, if they do"
+        )
     bound = plan.lower_bound or lower_bound(request)
     parts = _parts(request, plan, bound)
     padded = _padded_bound(request, plan)
     if parts.largest == "padding" or padded - bound >= _MOST * (plan.makespan - bound):
-        return _padding(plan, parts, padded / bound - 1)
+        return _padding(plan, parts, padded / bound - 1 if bound else 0.0)
     found = _least_accumulation(request, plan) if parts.largest == "settings" else None
     return found or _dominating(request, plan) or _memory(request) or _few(plan) or _planner(parts)
 
@@ -134,7 +140,7 @@ def _dominating(request: PlanRequest, plan: IterationPlan) -> str | None:
 def _memory(request: PlanRequest) -> str | None:
     bound = lower_bound(request)
     free = lower_bound(replace(request, limits=replace(request.limits, memory_bytes=_ANY_MEMORY)))
-    if free > _MUCH * bound:
+    if not bound or free > _MUCH * bound:
         return None
     return (
         f"memory: without the limit of {request.limits.memory_bytes / 1e9:.3g} GB the lower bound would be "
