@@ -89,7 +89,7 @@ def _turn(pieces: list[Piece], first: int) -> Iterator[int]:
 
 
 def _changes(pieces: list[Piece], index: int, clock: Clock) -> Iterator[list[Piece]]:
-    """The micro-batch and the one behind it cut elsewhere or joined; the micro-batch divided; another width."""
+    """The micro-batch and the one behind it cut elsewhere or joined; the micro-batch divided."""
     piece = pieces[index]
     before, behind = pieces[:index], pieces[index + 1 :]
 
