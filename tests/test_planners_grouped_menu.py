@@ -162,7 +162,7 @@ def test_samples_that_the_edges_part_are_never_in_one_group() -> None:
     assert members == [[0, 2, 5], [1, 4], [3], [6]]  # each in the order offered; 500 is above the last edge
     assert groups.sizes[:, 0].tolist() == [10, 50, 51, 500]
     assert groups.counts.tolist() == [3, 2, 1, 1]
-    assert [groups.tokens_of(0, n) for n in range(4)] == [0, 5, 15, 22]
+    assert groups.tokens.tolist() == [0, 5, 15, 22, 72, 121, 172, 672]
 
 
 def test_at_most_so_many_groups_are_found_and_they_are_ranges() -> None:

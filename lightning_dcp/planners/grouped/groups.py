@@ -49,11 +49,6 @@ class Groups:
         """Positions of a group's samples in the request, ascending."""
         return self.order[self.starts[group] : self.starts[group + 1]]
 
-    def tokens_of(self, group: int, count: int) -> int:
-        """Tokens of the first ``count`` samples of a group."""
-        start = int(self.starts[group])
-        return int(self.tokens[start + count] - self.tokens[start])
-
     def places(self) -> tuple[IntArray, IntArray]:
         """Group of each sample in the order of the request, and its place in the group, int64 ``[n]``."""
         group, place = np.empty_like(self.order), np.empty_like(self.order)
