@@ -19,8 +19,9 @@ Column = tuple[list[int], list[int]]
 class Lookup:
     """What the samples from ``i`` on cost as a micro-batch.
 
-    Between two tabled batch sizes the time is taken from the line through them: exact without recompute, else by
-    about a recomputed layer. Whether a batch size fits is exact.
+    Between two tabled batch sizes the time is taken from the line through them. That is exact without recompute, and
+    else by about a recomputed layer; it is not exact where a longer run has a larger shape, as with several axes.
+    Whether a batch size fits is exact.
 
     Attributes:
         sp_sizes: ``p`` that may be used, ascending.
@@ -52,8 +53,8 @@ class Lookup:
     def _make(self, sp_size: int, kind: int) -> Column:
         count = self._counts[sp_size][kind]
         times, sizes = self._times[sp_size][kind, :count].tolist(), self._batch_sizes[:count]
-        # All batch sizes below 17 are rows.
-        if count > 16 and kind in self._largest_of(sp_size):
+        # All batch sizes up to 16 are rows.
+        if count >= 16 and kind in self._largest_of(sp_size):
             batch_size, time = self._largest[sp_size][kind]
             times.append(time)
             sizes.append(batch_size)
