@@ -13,9 +13,6 @@ from lightning_dcp.planners.grouped.groups import Groups
 from lightning_dcp.planners.grouped.menu import Setting, largest_batches
 from lightning_dcp.planners.protocol import PlanRequest
 
-_LOOKED_AT = 16_384
-"""Samples that settings are judged by, and 64 for each rank; later steps look at later ones."""
-
 _STEPS_PER_OCTAVE = 4
 
 
@@ -56,16 +53,12 @@ def best_buckets(request: PlanRequest, groups: Groups, sp_sizes: Sequence[int], 
         sp_sizes: sizes that fit every group, at least one.
         last: no further samples will be offered.
     """
-    count = max(_LOOKED_AT, 64 * request.world.world_size)
-    group, place = (values[:count] for values in groups.places())
     sync_time = request.cost.profile.sync_time
     found: Buckets | None = None
     for p in sp_sizes:
         parallel = len(request.world.blocks_of(p))
         for target, b, times in _candidates(request, groups, p):
-            # With more samples to come a group's first batch is, on average, half full of samples before these.
-            phase = 0 * b if last else b // 2
-            opened = group[(place + phase[group]) % b[group] == 0]
+            opened = _opened(groups, b, last)
             tokens = b * np.diff(groups.tokens[groups.starts]) // groups.counts
             if last:
                 cost = _nanoseconds(times[opened], parallel, sync_time), int(groups.tokens[-1])
@@ -88,8 +81,21 @@ def _candidates(request: PlanRequest, groups: Groups, sp_size: int) -> Iterator[
     yield from zip(targets.tolist(), batch_sizes, times, strict=True)
 
 
+def _opened(groups: Groups, batch_sizes: IntArray, last: bool) -> IntArray:
+    """Groups of the batches that the offered samples open, in their order; at least one of each group."""
+    # With more samples to come a group's first batch is, on average, half full of samples before these.
+    first = np.zeros_like(batch_sizes) if last else batch_sizes - np.maximum(batch_sizes // 2, batch_sizes == 1)
+    numbers = -((first - groups.counts) // batch_sizes)
+    group = np.repeat(np.arange(len(numbers)), numbers)
+    number = np.arange(len(group)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    openers = groups.order[(groups.starts[:-1] + first)[group] + number * batch_sizes[group]]
+    return np.asarray(group[np.argsort(openers, kind="stable")])
+
+
 def _targets(least: int, most: int) -> IntArray:
     """From ``least`` to ``most`` in steps of at most a quarter."""
+    # Single samples may take no time, which doubled would stay none.
+    least = max(least, 1)
     found: list[int] = []
     octave = 0
     while not found or found[-1] < most:
@@ -101,7 +107,14 @@ def _targets(least: int, most: int) -> IntArray:
 
 
 def _whole_steps(times: IntArray, tokens: IntArray, parallel: int, sync_time: int) -> tuple[int, int]:
-    """Nanoseconds and tokens of the whole steps of these batches; of too few for one, as if there were enough."""
+    """Nanoseconds and tokens of the whole steps of these batches; of too few for one, as if there were enough.
+
+    Args:
+        times: of the batches, at least one.
+        tokens: of the batches.
+        parallel: batches of a step.
+        sync_time: nanoseconds of the end of a step.
+    """
     steps = len(times) // parallel
     if not steps:
         return (int(times.max()) + sync_time) * len(times), int(tokens.sum()) * parallel
