@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -151,3 +152,15 @@ def tensors_of(content: Any, prefix: str = "") -> dict[str, Tensor]:
     elif isinstance(content, Tensor):
         return {prefix: content}
     return {k: v for key, value in items.items() for k, v in tensors_of(value, f"{prefix}/{key}").items()}
+
+
+def resume_and_listen(run: Run) -> tuple[str, list[list[int]]]:
+    """Warnings and errors that name the checkpoint, and the samples that were trained."""
+    ids: list[list[int]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            ids = sample_ids(train(run).plans)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", ids
+    return "\n".join(str(w.message) for w in caught if "checkpoint" in str(w.message)), ids

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,6 +24,7 @@ from lightning_dcp.checkpoint.meeting import Meeting
 from lightning_dcp.checkpoint.optimizer_state import load_state, whole_state
 from lightning_dcp.checkpoint.progress import resumable
 from lightning_dcp.checkpoint.randomness import random_state, restore_random_state
+from lightning_dcp.checkpoint.refusals import check_optimizer
 from lightning_dcp.checkpoint.section import Section, resumed_profile, warn_of_changes
 from lightning_dcp.checkpoint.shards import Shards
 from lightning_dcp.checkpoint.weights import load_masters, whole_weights
@@ -105,7 +105,7 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         assert self.lightning_module is not None
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}
         self._group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         return optimizer, schedule
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -260,22 +260,3 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
     def _is_fitting(self) -> bool:
         module = self.lightning_module
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse what DeepSpeed would take for something else.
-
-    Raises:
-        MisconfigurationException: with what was got and what to do.
-    """
-    if isinstance(optimizer, torch.optim.Adagrad):
-        raise MisconfigurationException(
-            "configure_optimizers returned an Adagrad, which DeepSpeed replaces by one of its own without groups and "
-            "without the schedule; use another optimizer, such as AdamW or RMSprop"
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        if not any(p.requires_grad for p in group["params"]):
-            raise MisconfigurationException(
-                f"parameter group {index} of the optimizer has no parameter with requires_grad=True, which DeepSpeed "
-                "does not support; leave the group out in configure_optimizers"
-            )

@@ -1,0 +1,86 @@
+"""What cannot be resumed, or would be trained otherwise than it was asked for, ends every rank with a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+from lightning_dcp.checkpoint import Section
+from tests.checkpointing import Rich, Run, read, resume_and_listen, train
+from tests.pool import Pool
+
+
+class OtherGroups(Rich):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class NoTraining(Rich):
+    """With a group of frozen weights only."""
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        self.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        return super().optimizer([*groups, {"params": [self.frozen]}])
+
+
+def test_what_cannot_be_resumed_is_refused_by_every_rank(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "2.ckpt"
+    pool.run(train, 2, Run(steps=2, save=str(path)), timeout=60.0)
+
+    def refused(file: Path, **kwargs: Any) -> str:
+        (first, _), (second, _) = pool.run(resume_and_listen, 2, Run(resume=str(file), **kwargs), timeout=60.0)
+        assert first == second or "StepError" in second
+        return str(first)
+
+    folder = tmp_path / "folder.ckpt"
+    folder.mkdir()
+    assert "folder.ckpt is a folder, as DeepSpeed writes it; allowed is a checkpoint in one file" in refused(
+        folder
+    )
+    assert "FileNotFoundError: there is no checkpoint" in refused(tmp_path / "none.ckpt")
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(path.read_bytes()[:5000])
+    assert "cut.ckpt is no whole checkpoint" in refused(cut)
+    cut.write_bytes(b"")
+    assert "cut.ckpt is no whole checkpoint" in refused(cut)
+    later = tmp_path / "later.ckpt"
+    content = read(path)
+    content[Section.KEY]["version"] = 2
+    torch.save(content, later)
+    assert "has version 2; this lightning_dcp reads version 1" in refused(later)
+    assert "The checkpoint's optimizer has groups of [" in refused(path, module=OtherGroups)
+
+
+class RichAdagrad(Rich):
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(groups, lr=0.1)
+
+
+class RichNorm(Rich):
+    def __init__(self, case: Any) -> None:
+        super().__init__(case)
+        self.norm = torch.nn.BatchNorm1d(2)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "sentence"),
+    [
+        (NoTraining, (), "parameter group 2 of the optimizer has no parameter with"),
+        (RichAdagrad, (), "returned an Adagrad, which DeepSpeed replaces"),
+        (
+            RichNorm,
+            (StochasticWeightAveraging(0.1),),
+            "StochasticWeightAveraging on RichNorm, which has a batch norm",
+        ),
+    ],
+    ids=["frozen-group", "adagrad", "batch-norm"],
+)
+def test_what_would_be_trained_otherwise_is_refused(
+    pool: Pool, module: type[Rich], callbacks: tuple[Any, ...], sentence: str
+) -> None:
+    answers = pool.run(resume_and_listen, 2, Run(module=module, callbacks=callbacks), timeout=60.0)
+    assert all(sentence in text for text, _ in answers)
