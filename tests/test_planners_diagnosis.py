@@ -118,7 +118,9 @@ def test_a_step_that_takes_no_time_has_no_gap() -> None:
     """No samples; or samples so short that their time is rounded to nothing."""
     nothing = request([], 4)
     assert diagnose(nothing, Balanced().plan(nothing)).startswith("no time")
-    none = tuple(replace(m, forward=(0,), backward=(0,), recompute=(0,), constant_time=0) for m in COST.profile.measurements)
+    none = tuple(
+        replace(m, forward=(0,), backward=(0,), recompute=(0,), constant_time=0) for m in COST.profile.measurements
+    )
     free = request(texts(*[5] * 9), 4, cost=CostModel(replace(COST.profile, measurements=none)))
     assert diagnose(free, Balanced().plan(free)).startswith("no time")
 
@@ -128,7 +130,9 @@ def test_a_bound_of_nothing_is_no_reason_to_fail() -> None:
     few = [(1, 1000, 500), (50, 1000, 25_000)]
     (one, *_) = COST.profile.measurements
     rows = tuple(
-        replace(one, batch_size=b, shape=(s,), sp_size=1, forward=(t,), backward=(0,), recompute=(t,), constant_time=0)
+        replace(
+            one, batch_size=b, shape=(s,), sp_size=1, forward=(t,), backward=(0,), recompute=(t,), constant_time=0
+        )
         for b, s, t in few
     )
     asked = request(texts(*[1] * 50), 2, cost=CostModel(replace(COST.profile, num_layers=(1,), measurements=rows)))

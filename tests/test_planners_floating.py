@@ -70,7 +70,9 @@ def test_a_dear_end_of_the_step_asks_for_more_samples() -> None:
     assert samples(10**12) == 48 > samples(0)
 
 
-@pytest.mark.parametrize(("least", "most", "candidates"), [(4, 48, 8), (1, 7, 8), (3, 3, 2), (100, 10**6, 30), (1, 10**9, 40)])
+@pytest.mark.parametrize(
+    ("least", "most", "candidates"), [(4, 48, 8), (1, 7, 8), (3, 3, 2), (100, 10**6, 30), (1, 10**9, 40)]
+)
 def test_candidates_are_rounded_points_of_a_geometric_series(least: int, most: int, candidates: int) -> None:
     """Exact: 2 c - 1 and 2 c + 1 are on either side of twice the point, whose power is an integer."""
     found = Floating(min_samples=least, max_samples=most, candidates=candidates)._counts(10**12, 10**12)
@@ -136,7 +138,11 @@ def test_samples_per_time_would_end_steps_before_long_samples() -> None:
 
 @pytest.mark.parametrize(
     ("least", "most", "candidates", "message"),
-    [(0, 4, 2, "min_samples=0"), (5, 4, 2, "min_samples <= max_samples"), (1, 4, 1, "candidates=1; allowed are integers from 2")],
+    [
+        (0, 4, 2, "min_samples=0"),
+        (5, 4, 2, "min_samples <= max_samples"),
+        (1, 4, 1, "candidates=1; allowed are integers from 2"),
+    ],
 )
 def test_wrong_bounds_are_refused(least: int, most: int, candidates: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
