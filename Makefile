@@ -18,8 +18,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 train: $(VENV)/.train
 	$(BIN)/python examples/stdlib/train.py fit --config examples/stdlib/config.yaml $(ARGS)
 
+# The tests of one process and those of several ranks run side by side; the first report is shown below the second.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	@mkdir -p build; echo "tests of several ranks; those of one process run beside them"; \
+	$(BIN)/python -m pytest -m "not ranks" -p no:cacheprovider > build/tests-of-one-process.txt 2>&1 & one=$$!; \
+	trap 'kill $$one 2> /dev/null' INT TERM; \
+	$(BIN)/python -m pytest -m ranks; ranks=$$?; \
+	wait $$one; one=$$?; cat build/tests-of-one-process.txt; \
+	test $$one -eq 0 -a $$ranks -eq 0
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

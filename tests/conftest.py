@@ -15,6 +15,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.pool import Pool
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of several ranks, which ``make test`` runs beside the others."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("launch"):
+            item.add_marker("ranks")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Workers for tests of two to six ranks; one is started for each rank that a test asks for."""
