@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
@@ -54,19 +53,21 @@ class Terms:
     def time(self, counts: IntArray) -> IntArray:
         """``T`` (Eq. 4) with these counts of recomputed layers, ``[..., families]``."""
         per_family = self.layers * self.plain_time + counts * self.recompute_time
-        return np.asarray(per_family.sum(axis=-1) + self.constant_time)
+        return np.asarray(_total(per_family) + self.constant_time)
 
     def plain(self) -> IntArray:
         """``T`` without recompute."""
-        return np.asarray((self.layers * self.plain_time).sum(axis=-1) + self.constant_time)
+        return np.asarray(_total(self.layers * self.plain_time) + self.constant_time)
 
     def memory(self, counts: IntArray, static_bytes: int) -> IntArray:
         """``M`` (Eq. 6) with these counts of recomputed layers, ``[..., families]``."""
         held = (self.layers - counts) * self.activation + counts * self.layer_input
         # The first layers are the recomputed ones, so their recompute runs when later activations are gone;
         # only if no layer is left plain does a whole layer's m come on top (found by running).
-        last = np.where((counts == self.layers) & (counts > 0), self.activation, 0)
-        return np.asarray(held.sum(axis=-1) + last.max(axis=-1, initial=0) + self.constant_bytes + static_bytes)
+        whole, last = (counts == self.layers) & (counts > 0), np.zeros(held.shape[:-1], dtype=np.int64)
+        for k in range(held.shape[-1]):
+            last = np.maximum(last, np.where(whole[..., k], self.activation[..., k], 0))
+        return np.asarray(_total(held) + last + self.constant_bytes + static_bytes)
 
     def counts(self, policy: RecomputePolicy, room: int) -> IntArray:
         """Counts per family as the policy says, shape ``[..., families]``."""
@@ -89,31 +90,72 @@ class Terms:
         return replace(self, **arrays)
 
     def _search(self, room: int) -> IntArray:
-        free, total = int(np.argmax(self.layers)), len(self.constant_time)
-        others = np.asarray(list(_combinations(self.layers, free)), dtype=np.int64)
-        every = np.arange(total)
-        best = np.zeros((total, len(self.layers)), dtype=np.int64)
-        best_score = np.full(total, np.iinfo(np.int64).max)
+        free = int(np.argmax(self.layers))
+        choices = _choices(self.layers, free)
+        counts, fits = self._fastest(_combinations(choices), free, room)
+        if not fits.all():
+            # A recomputed layer never holds more, so least memory is where a family has none, all, or all but one.
+            ends = [sorted({*c[:1], *c[-2:]}) for c in choices]
+            counts[~fits] = self.only(~fits)._lightest(_combinations(ends), free, room)
+        return counts
+
+    def _fastest(self, others: IntArray, free: int, room: int) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Counts of least time with one of the combinations ``[m, families]`` of the others, and whether they fit."""
+        total = len(self.constant_time)
+        counts, best = np.zeros((total, len(self.layers)), dtype=np.int64), np.full(total, UNFITTING)
+        needed, every = self.memory(counts, 0) - room, np.arange(total)
         step = max(_AT_ONCE // total, 1)
         for start in range(0, len(others), step):
-            counts = self._completed(others[start : start + step], free, room)
-            memory = self.memory(counts, 0)
-            # What does not fit is ranked behind all that does, by memory.
-            score = np.where(memory <= room, self.time(counts), UNFITTING + memory)
-            first = score.argmin(axis=0)
-            better = score[first, every] < best_score
-            best[better], best_score[better] = counts[first, every][better], score[first, every][better]
-        return best
+            part = others[start : start + step]
+            missing = needed + self._last(part)
+            added = np.zeros_like(missing)
+            for k in range(len(self.layers)):
+                if k != free:
+                    missing -= part[:, k, None] * (self.activation[:, k] - self.layer_input[:, k])
+                    added += part[:, k, None] * self.recompute_time[:, k]
+            own = self._own(missing, self._last(part), free)
+            added += own * self.recompute_time[:, free]
+            added[own > self.layers[free]] = UNFITTING
+            first = added.argmin(axis=0)
+            better = np.flatnonzero(added[first, every] < best)
+            best[better] = added[first[better], better]
+            counts[better] = part[first[better]]
+            counts[better, free] = own[first[better], better]
+        return counts, best < UNFITTING
 
-    def _completed(self, others: IntArray, free: int, room: int) -> IntArray:
-        """Counts to try for each combination ``[m, families]`` of the other families, shape ``[2 m, n, families]``."""
-        counts = np.repeat(np.repeat(others, 2, axis=0)[:, None], len(self.constant_time), axis=1)
-        missing = self.memory(counts[::2], 0) - room
+    def _own(self, missing: IntArray, last: IntArray, free: int) -> IntArray:
+        """The fewest layers of a family that free ``missing`` bytes, beyond its layers where none do."""
+        layers, gain = int(self.layers[free]), (self.activation - self.layer_input)[:, free]
+        own = np.maximum((missing + (gain - 1)) // np.maximum(gain, 1), 0)
+        # All layers of a family cost a whole layer's m at the peak, so where no other family has cost it before,
+        # all layers never fit if one less does not.
+        fits = missing <= (layers - 1) * gain
+        full = missing <= layers * gain - np.maximum(self.activation[:, free] - last, 0)
+        return np.where(fits, own, np.where(full, layers, layers + 1))
+
+    def _last(self, counts: IntArray) -> IntArray:
+        """Bytes of a whole layer of the families that have none left plain, for counts ``[m, families]``."""
+        found = np.zeros((len(counts), len(self.constant_time)), dtype=np.int64)
+        for k, layers in enumerate(self.layers.tolist()):
+            full = (counts[:, k] == layers) & (layers > 0)
+            found[full] = np.maximum(found[full], self.activation[:, k])
+        return found
+
+    def _lightest(self, others: IntArray, free: int, room: int) -> IntArray:
+        """Counts of least memory with one of the combinations ``[m, families]`` of the others."""
+        best = np.zeros((len(self.constant_time), len(self.layers)), dtype=np.int64)
+        least = np.full(len(best), np.iinfo(np.int64).max)
         gain = np.maximum((self.activation - self.layer_input)[:, free], 1)
-        # All layers of a family cost a whole layer's m at the peak, so one less is tried first.
-        counts[::2, :, free] = np.clip(-(-missing // gain), 0, self.layers[free] - 1)
-        counts[1::2, :, free] = self.layers[free]
-        return counts
+        for combination in others:
+            counts = np.broadcast_to(combination, best.shape).copy()
+            missing = self.memory(counts, 0) - room
+            one_left = np.clip(-(-missing // gain), 0, max(int(self.layers[free]) - 1, 0))
+            for own in (one_left, self.layers[free]):
+                counts[:, free] = own
+                memory = self.memory(counts, 0)
+                better = memory < least
+                best[better], least[better] = counts[better], memory[better]
+        return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +212,7 @@ class Lines:
         """
         terms = Terms.from_stack(self.grid.between(self.rows, batch_sizes), self.layers)
         plain, room = terms.plain(), memory_bytes - self.static_bytes
-        held = (terms.layers * terms.activation).sum(axis=-1) + terms.constant_bytes
+        held = _total(terms.layers * terms.activation) + terms.constant_bytes
         short = held > room if policy != "full" else np.ones(plain.shape, dtype=bool)
         if not short.any():
             return plain, plain
@@ -193,11 +235,24 @@ class Lines:
         return times[0] - slack, np.asarray(growth.min(axis=0))
 
 
-def _combinations(layers: IntArray, free: int) -> Iterator[tuple[int, ...]]:
-    """Counts of all families but ``free`` (0 there), fewest first."""
+def _choices(layers: IntArray, free: int) -> list[list[int]]:
+    """Counts of each family that are tried, ascending; only 0 of ``free``."""
     others = [int(n) if k != free else 0 for k, n in enumerate(layers)]
     step = 1
     while prod(n // step + 2 for n in others if n) > _MAX_COMBINATIONS and step <= max(others):
         step *= 2
-    choices = [sorted({*range(0, n + 1, step), n}) for n in others]
-    yield from sorted(product(*choices), key=lambda counts: (sum(counts), counts))
+    return [sorted({*range(0, n + 1, step), n}) for n in others]
+
+
+def _combinations(choices: list[list[int]]) -> IntArray:
+    """One of each family's counts, fewest first, shape ``[m, families]``."""
+    found = sorted(product(*choices), key=lambda counts: (sum(counts), counts))
+    return np.asarray(found, dtype=np.int64)
+
+
+def _total(values: IntArray) -> IntArray:
+    """Sum over the families: one by one, for NumPy is slow at adding up short last axes."""
+    total = np.zeros(values.shape[:-1], dtype=np.int64)
+    for k in range(values.shape[-1]):
+        total += values[..., k]
+    return total
