@@ -149,6 +149,27 @@ def test_ranks_meet_again_and_again_and_name_who_is_missing(pool: Pool) -> None:
         assert answers[rank].startswith("that waited 1 s for ranks [1], only ranks [0, 2] called it")
 
 
+def _lone_calls() -> str:
+    """In one fit rank 1 is alone, in the next rank 0 is; then all meet in a third one."""
+    rank, limit = dist.get_rank(), timedelta(seconds=1)
+    said = ""
+    for alone in (1, 0):
+        meeting = Meeting(rank, 2, limit)
+        if rank == alone:
+            with pytest.raises(LonelyCallError) as caught:
+                meeting.wait("this")
+            said = str(caught.value)
+        dist.barrier()
+    Meeting(rank, 2, timedelta(seconds=20)).wait("that")
+    return said
+
+
+def test_a_lone_call_of_an_earlier_fit_counts_for_no_later_one(pool: Pool) -> None:
+    first, second = pool.run(_lone_calls, 2, timeout=60.0)
+    assert first.startswith("this waited 1 s for ranks [1], only ranks [0] called it")
+    assert second.startswith("this waited 1 s for ranks [0], only ranks [1] called it")
+
+
 def test_names_of_deepspeed_and_lightning() -> None:
     zero, half = inspect.getsource(DeepSpeedZeroOptimizer), inspect.getsource(BF16_Optimizer)
     assert "self.bit16_groups" in zero

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 _LIMIT = timedelta(minutes=30)
@@ -21,7 +20,7 @@ class LonelyCallError(RuntimeError):
 
 
 class Meeting:
-    """Counts how often this rank came; every rank makes one.
+    """Counts how often this rank came; every rank makes one, after the process group.
 
     Args:
         rank: global rank of this process.
@@ -34,7 +33,9 @@ class Meeting:
         self.world_size = world_size
         self.limit = limit or _LIMIT
         self._round = 0
-        self._name: str | None = None
+        # A process group outlives a fit, and what an earlier fit left in its store must not count for this one. Now and
+        # not at the first wait, which in an earlier fit some ranks may never have come to.
+        self._name = _get_default_store().add(f"lightning_dcp/meetings/{rank}", 1) if world_size > 1 else 0
 
     def wait(self, doing: str) -> None:
         """Come back when all ranks have come as often as this one; a few messages to the store, by every rank.
@@ -48,9 +49,6 @@ class Meeting:
         if self.world_size == 1:
             return
         store = _get_default_store()
-        if self._name is None:
-            # A process group outlives a fit, and what an earlier fit left in its store must not count for this one.
-            self._name = str(store.add(f"lightning_dcp/meetings/{self.rank}", 1))
         store.set(self._key(self._round, self.rank), "")
         everyone = [self._key(self._round, rank) for rank in range(self.world_size)]
         everyone_came = self._key(self._round, "all")
@@ -81,8 +79,3 @@ class Meeting:
             "Every rank has to, since each holds a part of the optimizer's state: call trainer.save_checkpoint without "
             "`if trainer.is_global_zero`. Nothing was written"
         )
-
-
-def is_running() -> bool:
-    """Whether there is a process group to meet in."""
-    return dist.is_available() and dist.is_initialized()
