@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners import InfeasibleError, PlanRequest
 from lightning_dcp.planners.grouped import Bucket, DCPInter, DCPIntra, PackedBaseline
-from lightning_dcp.planners.grouped.base import Drawing
+from lightning_dcp.planners.grouped.base import Drawing, Grouped
 from lightning_dcp.planners.protocol import DrawingPlanner
 from lightning_dcp.topology import World
 from tests.planning_tools import COST, MiB, check, request, requests, texts
@@ -239,6 +239,30 @@ def test_samples_that_need_more_than_all_layers_recomputed_are_not_refused(plann
     asked = allowing(planner, request(texts(900, 5), 1, memory=least))
     plan = planned(planner, asked)
     check(plan, asked, drawn=True)
+
+
+@pytest.mark.parametrize("edges", [None, (1000,)])
+@pytest.mark.parametrize(
+    "planner", [DCPInter(), Bucket(), PackedBaseline()], ids=["dcp-inter", "bucket", "packed"]
+)
+def test_fewer_layers_are_recomputed_for_those_samples_alone_that_would_not_fit(
+    planner: Drawing, edges: tuple[int, ...] | None
+) -> None:
+    """Long samples in the window change nothing for the others, also where they share their length group."""
+    least = min(COST.bytes(1, (900,), 1, (r,)) for r in range(5))
+    assert least < COST.bytes(1, (900,), 1, (4,))
+    if isinstance(planner, Grouped):
+        planner = replace(planner, edges=edges)
+    asked = allowing(planner, request(texts(*[5] * 30, 900, 900, *[7] * 30), 4, memory=least))
+    asked = replace(asked, world=World.build(4, [1]))
+    found: dict[bool, set[tuple[int, ...]]] = {False: set(), True: set()}
+    for plan, offered in epoch(planner, asked, 62):
+        check(plan, offered, drawn=True)
+        for m in plan.micro_batches:
+            found[(900,) in m.shapes].add(m.recompute)
+            assert set(m.shapes) == {(900,)} or (900,) not in m.shapes
+    assert found[False] == {(4,)}
+    assert found[True] == {(3,)}
 
 
 @pytest.mark.parametrize("planner", PLANNERS, ids=NAMES)

@@ -12,8 +12,8 @@ from lightning_dcp.cost import CostModel, IntArray
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners import InfeasibleError, PlanRequest
 from lightning_dcp.planners.grouped import Bucket, PackedBaseline
-from lightning_dcp.planners.grouped.base import Drawing, with_policy
-from lightning_dcp.planners.grouped.groups import Groups
+from lightning_dcp.planners.grouped.base import Drawing
+from lightning_dcp.planners.grouped.groups import Groups, with_policy
 from lightning_dcp.planners.grouped.rows import fill, first_fit, largest_budget
 from lightning_dcp.planners.grouped.tuning import best_buckets
 from lightning_dcp.topology import World
@@ -110,6 +110,12 @@ def test_bucket_fits_the_longest_sample_and_the_longest_edge() -> None:
     memory = COST.bytes(1, (3000,), 4, (4,))
     short, long = request(texts(5, 6, 70), 4, memory=memory), request(texts(5, 3000, 70), 4, memory=memory)
     assert {m.sp_size for m in Bucket().plan(long).micro_batches} == {4}
+    assert {m.sp_size for m in Bucket().plan(short).micro_batches} != {4}
+    assert {m.sp_size for m in Bucket(edges=[70, 3000]).plan(short).micro_batches} == {4}
+    # Also where the edge fits only with fewer recomputed layers.
+    least = min(COST.bytes(1, (3000,), 4, (r,)) for r in range(5))
+    assert least < memory
+    short = replace(short, limits=replace(short.limits, memory_bytes=least))
     assert {m.sp_size for m in Bucket().plan(short).micro_batches} != {4}
     assert {m.sp_size for m in Bucket(edges=[70, 3000]).plan(short).micro_batches} == {4}
     # An edge that fits nowhere is no reason to refuse samples that fit.

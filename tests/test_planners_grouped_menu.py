@@ -13,9 +13,9 @@ import pytest
 
 from lightning_dcp.planners import InfeasibleError, PlanRequest
 from lightning_dcp.planners.assembly import pad, padded_tokens
-from lightning_dcp.planners.grouped.base import with_policy
-from lightning_dcp.planners.grouped.groups import Groups
-from lightning_dcp.planners.grouped.menu import Curve, Menus, Setting, largest_batches, ranked
+from lightning_dcp.planners.grouped.groups import Groups, with_policy
+from lightning_dcp.planners.grouped.menu import Curve, Menus, Setting, ranked
+from lightning_dcp.planners.grouped.tuning import largest_batches
 from tests.planning_tools import COST_2D, MiB, request, texts
 
 LENGTHS = [1, 2, 3, 3, 40, 41, 45, 300, 310, 333, 900, 2000, 2100, 3000, 3000, 9000]

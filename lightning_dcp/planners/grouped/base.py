@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.lengths import MAX_GROUPS
-from lightning_dcp.plan import IterationPlan
+from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.assembly import Placement, assemble
 from lightning_dcp.planners.bound import lower_bound
-from lightning_dcp.planners.grouped.groups import Groups
+from lightning_dcp.planners.grouped.groups import Groups, with_policy
 from lightning_dcp.planners.options import check_flags, check_integers
-from lightning_dcp.planners.protocol import InfeasibleError, PlanRequest
+from lightning_dcp.planners.protocol import PlanRequest
 from lightning_dcp.topology import World
 
 SAMPLES_PER_RANK = 512
@@ -81,9 +82,8 @@ class Grouped(Drawing):
             if not edges or not whole or edges[0] < 1 or any(a >= b for a, b in pairwise(edges)):
                 raise ValueError(f"edges={edges}; they must be integers from 1, ascending, at least one")
             object.__setattr__(self, "edges", edges)
-        check_integers(self, 1, "length_groups")
-        if self.length_groups > MAX_GROUPS:
-            raise ValueError(f"length_groups={self.length_groups}; allowed are 1 to {MAX_GROUPS}")
+        if type(self.length_groups) is not int or not 1 <= self.length_groups <= MAX_GROUPS:
+            raise ValueError(f"length_groups={self.length_groups!r}; allowed are integers from 1 to {MAX_GROUPS}")
 
     def _settled(
         self, request: PlanRequest, policy: RecomputePolicy, sp_sizes: Sequence[int]
@@ -91,18 +91,16 @@ class Grouped(Drawing):
         """The request under the planner's recompute policy, and its samples in groups.
 
         ``limits.recompute`` wins where it is not ``"auto"``. All layers recomputed need one layer's input more than
-        all but one; samples that this keeps from fitting are planned with the fewest recomputed layers.
+        all but one; samples that this keeps from fitting form groups of their own (:attr:`Groups.spared`), planned
+        with the fewest recomputed layers.
 
         Raises:
             InfeasibleError: a sample fits none of ``sp_sizes``.
         """
-        if request.limits.recompute == "auto" and policy != "auto":
-            changed = with_policy(request, policy)
-            try:
-                return changed, Groups.build(changed, sp_sizes, self.edges, self.length_groups)
-            except InfeasibleError:
-                pass
-        return request, Groups.build(request, sp_sizes, self.edges, self.length_groups)
+        spare = request.limits.recompute == "auto"
+        if spare:
+            request = with_policy(request, policy)
+        return request, Groups.build(request, sp_sizes, self.edges, self.length_groups, spare and policy != "auto")
 
 
 def padding(request: PlanRequest) -> PlanRequest:
@@ -110,22 +108,22 @@ def padding(request: PlanRequest) -> PlanRequest:
     return replace(request, limits=replace(request.limits, packing=False))
 
 
-def with_policy(request: PlanRequest, policy: RecomputePolicy) -> PlanRequest:
-    """The request with another recompute policy."""
-    return replace(request, limits=replace(request.limits, recompute=policy))
-
-
 def finish(
-    request: PlanRequest, policy: RecomputePolicy, placements: Sequence[Placement], certify: bool
+    request: PlanRequest, settled: PlanRequest, groups: Groups, placements: Sequence[Placement], certify: bool
 ) -> IterationPlan:
     """The plan of the drawn samples.
 
     Args:
-        request: the offered samples.
-        policy: recompute policy of the plan; the bound holds for the policy of the request.
-        placements: positions in the request, on groups.
+        request: the offered samples; the bound holds for its recompute policy.
+        settled: the same under the recompute policy of the plan.
+        groups: the same in groups, each spared or not.
+        placements: positions in the request, on groups of ranks; at least one.
         certify: whether to compute the bound.
     """
+    spared = (
+        groups.spared[groups.places()[0]] if groups.spared.any() else np.zeros(len(request.shapes), dtype=bool)
+    )
+    fewest = [bool(spared[placement.members[0]]) for placement in placements]
     chosen = [i for placement in placements for i in placement.members]
     rows = np.asarray(chosen, dtype=np.int64)
     drawn = replace(request, sample_ids=request.sample_ids[rows], shapes=request.shapes[rows])
@@ -135,4 +133,27 @@ def finish(
         renamed.append(placement._replace(members=tuple(range(start, end))))
         start = end
     bound = lower_bound(drawn) if certify else 0
-    return assemble(with_policy(drawn, policy), renamed, bound)
+    plan = partial(_assembled, drawn, renamed, fewest)
+    parts = {False: plan(False, settled.limits.recompute), True: plan(True, "auto")}
+    return IterationPlan(
+        world_size=request.world.world_size,
+        micro_batches=tuple(next(parts[few]) for few in fewest),
+        lower_bound=bound,
+    )
+
+
+def _assembled(
+    request: PlanRequest,
+    placements: Sequence[Placement],
+    fewest: Sequence[bool],
+    few: bool,
+    policy: RecomputePolicy,
+) -> Iterator[MicroBatch]:
+    """Micro-batches of the placements for which ``fewest`` is ``few``, in order."""
+    chosen = [placement for placement, this in zip(placements, fewest, strict=True) if this == few]
+    return iter(assemble(with_policy(request, policy), chosen).micro_batches)
+
+
+def nothing(request: PlanRequest) -> IterationPlan:
+    """The plan of no samples."""
+    return IterationPlan(world_size=request.world.world_size, micro_batches=())

@@ -9,9 +9,9 @@ import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, RecomputePolicy
 from lightning_dcp.plan import IterationPlan
-from lightning_dcp.planners.assembly import exceeds, round_up, settings_within, usable_sp_sizes
+from lightning_dcp.planners.assembly import exceeds, round_up, usable_sp_sizes
 from lightning_dcp.planners.grouped.accumulation import equal
-from lightning_dcp.planners.grouped.base import Grouped, finish, padding
+from lightning_dcp.planners.grouped.base import Grouped, finish, nothing, padding
 from lightning_dcp.planners.grouped.draw import draw
 from lightning_dcp.planners.grouped.groups import Groups
 from lightning_dcp.planners.grouped.menu import Curve, Menus
@@ -37,6 +37,7 @@ class Bucket(Grouped):
         sp_size: ``p``; ``None`` chooses it. It must fit the longest sample offered and, where ``edges`` are given,
             the longest edge, if any size does: then no later step needs another.
         recompute: recomputed layers where ``limits.recompute`` is ``"auto"``; the paper's baseline recomputes all.
+            Samples that this keeps from fitting are grouped apart, and have the fewest that fit.
             The other options are those of :class:`~lightning_dcp.planners.grouped.base.Grouped`.
 
     Raises:
@@ -64,27 +65,32 @@ class Bucket(Grouped):
         if self.sp_size is not None and self.sp_size not in sizes:
             raise ValueError(f"sp_size={self.sp_size} is not possible here; allowed are {sizes}")
         if not len(request.sample_ids):
-            return finish(request, self.recompute, [], False)
+            return nothing(request)
         allowed = sizes if self.sp_size is None else (self.sp_size,)
         settled, groups = self._settled(request, self.recompute, allowed)
         last = self._is_last(request)
-        found = best_buckets(settled, groups, self._fitting(settled, groups, allowed), last)
-        curve = Curve.build(settled, found.sp_size, groups.sizes, groups.counts)
+        found = best_buckets(settled, groups, self._fitting(request, settled, groups, allowed), last)
+        curve = Curve.build(settled, found.sp_size, groups.sizes, groups.counts, groups.spared)
         menus = Menus(best=found.settings(), curves=[curve])
         accumulate = partial(equal, number=max(request.limits.min_micro_batches, 1))
         placements = draw(settled, groups, menus, accumulate, last=last)
-        return finish(request, settled.limits.recompute, placements, self.certify)
+        return finish(request, settled, groups, placements, self.certify)
 
-    def _fitting(self, request: PlanRequest, groups: Groups, sp_sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Sizes to choose from: those that fit every sample and, if any does, the longest edge."""
-        times = {p: settings_within(request, p, np.asarray(1), groups.sizes).nanoseconds for p in sp_sizes}
-        fitting = tuple(p for p in sp_sizes if times[p].max() < INFEASIBLE)
+    def _fitting(
+        self, request: PlanRequest, settled: PlanRequest, groups: Groups, sp_sizes: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Sizes to choose from: those that fit every sample and, if any does, the longest edge.
+
+        An edge that fits none under the planner's policy may, as a sample may, with the fewest recomputed layers.
+        """
+        fitting = tuple(p for p in sp_sizes if groups.fits(settled, p).all())
         if not fitting:
             raise InfeasibleError(
                 f"bucket runs all samples on groups of one size, and none of {sp_sizes} fits all of the "
                 f"{len(request.sample_ids)} samples offered; use another planner, or raise the limits"
             )
-        return tuple(p for p in fitting if self._fits_edges(request, p)) or fitting
+        by_policy = (tuple(p for p in fitting if self._fits_edges(asked, p)) for asked in (settled, request))
+        return next(filter(None, by_policy), fitting)
 
     def _fits_edges(self, request: PlanRequest, sp_size: int) -> bool:
         """Whether a sample of the longest edge's tokens would fit."""

@@ -9,7 +9,7 @@ from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners.assembly import usable_sp_sizes
 from lightning_dcp.planners.grouped.accumulation import micro_batches
-from lightning_dcp.planners.grouped.base import Grouped, finish, padding
+from lightning_dcp.planners.grouped.base import Grouped, finish, nothing, padding
 from lightning_dcp.planners.grouped.draw import draw
 from lightning_dcp.planners.grouped.menu import Menus
 from lightning_dcp.planners.protocol import PlanRequest
@@ -28,7 +28,7 @@ class _DataCentric(Grouped):
         request = padding(request)
         sizes = usable_sp_sizes(request)
         if not len(request.sample_ids):
-            return finish(request, policy, [], False)
+            return nothing(request)
         settled, groups = self._settled(request, policy, sizes)
         limits = request.limits
         accumulate = partial(
@@ -37,11 +37,11 @@ class _DataCentric(Grouped):
             max_step_factor=MAX_STEP_FACTOR if limits.max_step_factor is None else limits.max_step_factor,
             min_micro_batches=limits.min_micro_batches,
         )
-        menus = Menus.build(settled, sizes, groups.sizes, groups.counts)
+        menus = Menus.build(settled, sizes, groups.sizes, groups.counts, groups.spared)
         placements = draw(
             settled, groups, menus, accumulate, last=self._is_last(request), shorten=not self.full_batches
         )
-        return finish(request, settled.limits.recompute, placements, self.certify)
+        return finish(request, settled, groups, placements, self.certify)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ class DCPInter(_DataCentric):
     - ``limits.min_micro_batches`` is ``G_min`` and ``limits.max_step_factor`` is ``G_max`` (Appendix C), 4 where it is
       ``None``.
     - ``limits.recompute`` wins where it is ``"none"`` or ``"full"``.
+    - All layers recomputed hold one layer's input more than all but one. Samples that fit no group of ranks for that
+      reason alone are grouped apart, and have the fewest recomputed layers that fit; the others keep all.
     - ``limits.packing`` is not used: samples are padded.
 
     Steps differ in their number of samples.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.cost import INFEASIBLE, IntArray
+from lightning_dcp.cost import INFEASIBLE, IntArray, RecomputePolicy
 from lightning_dcp.lengths import length_groups
 from lightning_dcp.planners.assembly import raise_infeasible, settings_within
 from lightning_dcp.planners.protocol import PlanRequest
@@ -33,12 +33,15 @@ class Groups:
         starts: where each group starts in ``order``, and the end of the last, int64 ``[K + 1]``.
         sizes: largest size on each axis among the samples of each group, int64 ``[K, axes]``.
         tokens: tokens of the samples before each place of ``order``, int64 ``[n + 1]``.
+        spared: groups of samples that fit with fewer recomputed layers than the request's policy asks for, and only
+            then; they are planned with the fewest that fit. bool ``[K]``.
     """
 
     order: IntArray
     starts: IntArray
     sizes: IntArray
     tokens: IntArray
+    spared: NDArray[np.bool_]
 
     @property
     def counts(self) -> IntArray:
@@ -56,9 +59,21 @@ class Groups:
         place[self.order] = np.arange(len(self.order)) - np.repeat(self.starts[:-1], self.counts)
         return group, place
 
+    def fits(self, request: PlanRequest, sp_size: int) -> NDArray[np.bool_]:
+        """Whether one sample of each group fits on ``sp_size`` ranks, bool ``[K]``."""
+        fits = _fits(request, sp_size, self.sizes)
+        if self.spared.any():
+            fits = np.where(self.spared, _fits(with_policy(request, "auto"), sp_size, self.sizes), fits)
+        return fits
+
     @classmethod
     def build(
-        cls, request: PlanRequest, sp_sizes: Sequence[int], edges: Sequence[int] | None, max_groups: int
+        cls,
+        request: PlanRequest,
+        sp_sizes: Sequence[int],
+        edges: Sequence[int] | None,
+        max_groups: int,
+        spare: bool = False,
     ) -> Groups:
         """Sort the offered samples into groups.
 
@@ -72,6 +87,7 @@ class Groups:
             edges: upper edges in tokens, ascending; samples above the last one form one more group. ``None``: the
                 edges that pad the offered samples least.
             max_groups: most edges that are chosen; fewer where few samples are offered.
+            spare: samples that fit none of the sizes under the request's recompute policy form groups of their own.
 
         Raises:
             InfeasibleError: a sample fits none of the sizes; the first such sample is named.
@@ -82,19 +98,27 @@ class Groups:
         else:
             columns = [_by_tokens(shapes.prod(axis=1), edges, max_groups)]
             columns += [_by_side(side) for side in shapes.T[1:]]
-        groups = cls._of(shapes, columns)
-        unfit = ~_fits(request, sp_sizes, groups.sizes)
+        spared = np.zeros(len(shapes), dtype=bool)
+        groups = cls._of(shapes, columns, spared)
+        if spare and groups._unfit(request, sp_sizes).any():
+            spared = ~np.any([_fits(request, p, shapes) for p in sp_sizes], axis=0)
+            columns.append(spared.astype(np.int64))
+            groups = cls._of(shapes, columns, spared)
+        unfit = groups._unfit(request, sp_sizes)
         if unfit.any():
             alone = unfit[groups.places()[0]]
-            groups = cls._of(shapes, [*columns, *np.where(alone, shapes.T, 0)])
-            unfit = ~_fits(request, sp_sizes, groups.sizes)
+            groups = cls._of(shapes, [*columns, *np.where(alone, shapes.T, 0)], spared)
+            unfit = groups._unfit(request, sp_sizes)
         if unfit.any():
             first = int(np.argmax(unfit[groups.places()[0]]))
-            raise_infeasible(request, first, sp_sizes)
+            raise_infeasible(with_policy(request, "auto") if spare else request, first, sp_sizes)
         return groups
 
+    def _unfit(self, request: PlanRequest, sp_sizes: Sequence[int]) -> NDArray[np.bool_]:
+        return np.asarray(~np.any([self.fits(request, p) for p in sp_sizes], axis=0))
+
     @classmethod
-    def _of(cls, shapes: IntArray, columns: Sequence[IntArray]) -> Groups:
+    def _of(cls, shapes: IntArray, columns: Sequence[IntArray], spared: NDArray[np.bool_]) -> Groups:
         """Groups of equal values in all columns, ordered by them."""
         number = _ranks(columns[0])
         for column in columns[1:]:
@@ -111,7 +135,13 @@ class Groups:
             starts=np.append(starts, len(order)),
             sizes=np.maximum.reduceat(shapes, starts, axis=0),
             tokens=np.append(0, np.cumsum(shapes.prod(axis=1))),
+            spared=spared[order[starts]],
         )
+
+
+def with_policy(request: PlanRequest, policy: RecomputePolicy) -> PlanRequest:
+    """The request with another recompute policy."""
+    return replace(request, limits=replace(request.limits, recompute=policy))
 
 
 def _by_tokens(tokens: IntArray, edges: Sequence[int] | None, max_groups: int) -> IntArray:
@@ -144,6 +174,5 @@ def _ranks(values: IntArray) -> IntArray:
     return np.unique(values, return_inverse=True)[1].reshape(-1)
 
 
-def _fits(request: PlanRequest, sp_sizes: Sequence[int], sizes: IntArray) -> NDArray[np.bool_]:
-    found = [settings_within(request, p, np.asarray(1), sizes).nanoseconds < INFEASIBLE for p in sp_sizes]
-    return np.asarray(np.any(found, axis=0))
+def _fits(request: PlanRequest, sp_size: int, sizes: IntArray) -> NDArray[np.bool_]:
+    return np.asarray(settings_within(request, sp_size, np.asarray(1), sizes).nanoseconds < INFEASIBLE)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_dcp.cost import INFEASIBLE, CostModel, IntArray
 from lightning_dcp.planners.assembly import may_share, padded_tokens
+from lightning_dcp.planners.grouped.groups import with_policy
 from lightning_dcp.planners.protocol import Limits, PlanRequest
 
 _TOLERANCE = 0.002
@@ -48,7 +49,14 @@ class Curve:
     nanoseconds: IntArray
 
     @classmethod
-    def build(cls, request: PlanRequest, sp_size: int, sizes: IntArray, counts: IntArray) -> Curve:
+    def build(
+        cls,
+        request: PlanRequest,
+        sp_size: int,
+        sizes: IntArray,
+        counts: IntArray,
+        spared: NDArray[np.bool_] | None = None,
+    ) -> Curve:
         """Look for the least ``T / b`` of each group among ALL integers ``b`` within the limits.
 
         Branch and bound: a range of batch sizes whose lower bound is not 0.2 % below the best ``T / b`` found is left
@@ -60,10 +68,26 @@ class Curve:
             sp_size: ``p``.
             sizes: largest sizes of each group, ``[K, axes]``.
             counts: samples of each group; no batch is larger.
+            spared: groups with the fewest recomputed layers that fit, bool ``[K]``; none where ``None``.
         """
+        if spared is None or not spared.any():
+            points = cls._points(request, sp_size, sizes, counts)
+        else:
+            most = cls._points(request, sp_size, sizes, np.where(spared, 0, counts))
+            fewest = cls._points(with_policy(request, "auto"), sp_size, sizes, np.where(spared, counts, 0))
+            points = [np.concatenate(column) for column in zip(most, fewest, strict=True)]
+        group, low, time = points
+        order = np.lexsort((low, group))
+        group, low, time = group[order], low[order], time[order]
+        new = np.append(True, (group[1:] != group[:-1]) | (low[1:] != low[:-1]))[: len(group)]
+        return cls(sp_size=sp_size, group=group[new], batch_sizes=low[new], nanoseconds=time[new])
+
+    @staticmethod
+    def _points(request: PlanRequest, sp_size: int, sizes: IntArray, counts: IntArray) -> list[IntArray]:
+        """Group, batch size and time of all points that were looked at and fit, in no order."""
         cost, limits = request.cost, request.limits
         tokens = padded_tokens(sizes, sp_size)
-        group, low, high = _ranges(cost, _most(limits, sp_size, sizes, counts))
+        group, low, high = _ranges(cost, most_samples(limits, sp_size, sizes, counts))
         best = np.full(len(sizes), np.inf)
         tried = [(group[:0], low[:0], low[:0])]
         while len(group):
@@ -77,11 +101,7 @@ class Curve:
             group, low, high = group[open_], low[open_], high[open_]
             middle = (low + high) // 2
             group, low, high = np.tile(group, 2), np.append(low, middle + 1), np.append(middle, high)
-        group, low, time = (np.concatenate(column) for column in zip(*tried, strict=True))
-        order = np.lexsort((low, group))
-        group, low, time = group[order], low[order], time[order]
-        new = np.append(True, (group[1:] != group[:-1]) | (low[1:] != low[:-1]))[: len(group)]
-        return cls(sp_size=sp_size, group=group[new], batch_sizes=low[new], nanoseconds=time[new])
+        return [np.concatenate(column) for column in zip(*tried, strict=True)]
 
     def best(self) -> dict[int, Setting]:
         """For each group that fits the setting of most throughput; of nearly equal ones the shortest."""
@@ -132,7 +152,14 @@ class Menus:
     curves: Sequence[Curve]
 
     @classmethod
-    def build(cls, request: PlanRequest, sp_sizes: Sequence[int], sizes: IntArray, counts: IntArray) -> Menus:
+    def build(
+        cls,
+        request: PlanRequest,
+        sp_sizes: Sequence[int],
+        sizes: IntArray,
+        counts: IntArray,
+        spared: NDArray[np.bool_] | None = None,
+    ) -> Menus:
         """The settings of most throughput.
 
         With ``limits.recompute="auto"`` the fewest recomputed layers that fit (Algorithm 1 as meant: it compares
@@ -143,8 +170,9 @@ class Menus:
             sp_sizes: ``p`` to choose from, ascending.
             sizes: largest sizes of each group, ``[K, axes]``.
             counts: samples of each group; no batch is larger.
+            spared: groups with the fewest recomputed layers that fit all the same, bool ``[K]``; none where ``None``.
         """
-        curves = [Curve.build(request, p, sizes, counts) for p in sp_sizes]
+        curves = [Curve.build(request, p, sizes, counts, spared) for p in sp_sizes]
         found = [curve.best() for curve in curves]
         best = [sorted((of[k] for of in found if k in of), key=by_throughput) for k in range(len(sizes))]
         return cls(best=best, curves=curves)
@@ -182,36 +210,6 @@ def by_throughput(setting: Setting) -> tuple[float, int]:
     return setting.sp_size * setting.nanoseconds / setting.batch_size, setting.sp_size
 
 
-def largest_batches(
-    request: PlanRequest, sp_size: int, sizes: IntArray, counts: IntArray, targets: IntArray
-) -> tuple[IntArray, IntArray]:
-    """The largest ``b`` of each group that lasts no longer than each target, and its ``T``, at one ``p``.
-
-    Args:
-        request: cost model and limits.
-        sp_size: ``p``.
-        sizes: largest sizes of each group, ``[K, axes]``; one sample of each lasts no longer than any target.
-        counts: samples of each group; no batch is larger.
-        targets: nanoseconds, ``[D]``.
-
-    Returns:
-        Batch sizes and nanoseconds, int64 ``[D, K]``.
-    """
-    cost, limits = request.cost, request.limits
-    tokens = padded_tokens(sizes, sp_size)
-    shape = len(targets), len(sizes)
-    low = np.ones(shape, dtype=np.int64)
-    high = np.broadcast_to(np.maximum(_most(limits, sp_size, sizes, counts), 1), shape).copy()
-    while (low < high).any():
-        d, k = np.nonzero(low < high)
-        middle = (low[d, k] + high[d, k] + 1) // 2
-        time = cost.settings(sp_size, middle, tokens[k], limits.memory_bytes, limits.recompute).nanoseconds
-        fits = time <= targets[d]
-        low[d, k] = np.where(fits, middle, low[d, k])
-        high[d, k] = np.where(fits, high[d, k], middle - 1)
-    return low, cost.settings(sp_size, low, tokens, limits.memory_bytes, limits.recompute).nanoseconds
-
-
 def _lasts(group: IntArray, chosen: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
     """Groups with chosen points, and the index of the last of each."""
     index = np.flatnonzero(chosen)
@@ -219,8 +217,15 @@ def _lasts(group: IntArray, chosen: NDArray[np.bool_]) -> tuple[IntArray, IntArr
     return group[index[last]], index[last]
 
 
-def _most(limits: Limits, sp_size: int, sizes: IntArray, counts: IntArray) -> IntArray:
-    """Largest batch of each group before memory is asked; 0 where the group may not run on ``sp_size`` ranks."""
+def most_samples(limits: Limits, sp_size: int, sizes: IntArray, counts: IntArray) -> IntArray:
+    """Largest batch of each group before memory is asked; 0 where the group may not run on ``sp_size`` ranks.
+
+    Args:
+        limits: limits of the request.
+        sp_size: ``p``.
+        sizes: largest sizes of each group, ``[K, axes]``.
+        counts: samples of each group.
+    """
     most = np.where(may_share(limits, sp_size, sizes), counts, 0)
     if limits.max_batch_size is not None:
         most = np.minimum(most, limits.max_batch_size)

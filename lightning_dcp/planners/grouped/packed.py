@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lightning_dcp.cost import INFEASIBLE, RecomputePolicy
+from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.assembly import round_up, shortest
-from lightning_dcp.planners.grouped.base import Drawing, with_policy
-from lightning_dcp.planners.grouped.rows import Rows, fill, largest_budget, least_budget
+from lightning_dcp.planners.grouped.base import Drawing
+from lightning_dcp.planners.grouped.groups import with_policy
+from lightning_dcp.planners.grouped.rows import Rows, fill, fits_alone, largest_budget, least_budget
 from lightning_dcp.planners.options import check_integers, check_policy
 from lightning_dcp.planners.packing.bound import packed_lower_bound
 from lightning_dcp.planners.packing.menu import packed_sp_sizes, row_tokens
@@ -39,6 +40,7 @@ class PackedBaseline(Drawing):
             ``limits.max_tokens`` for each rank or what the memory holds.
         rows: rows of each group in a step.
         recompute: recomputed layers where ``limits.recompute`` is ``"auto"``; the paper's baselines recompute all.
+            A sample that this keeps from fitting any size has a row of its own, with the fewest that fit.
             The other options are those of :class:`~lightning_dcp.planners.grouped.base.Drawing`.
 
     Raises:
@@ -80,16 +82,15 @@ class PackedBaseline(Drawing):
     def _fitting(self, request: PlanRequest, sp_sizes: tuple[int, ...]) -> tuple[PlanRequest, tuple[int, ...]]:
         """The request under the planner's recompute policy, and the sizes that hold the longest sample.
 
-        Where all layers recomputed fit nowhere, the fewest are tried, as the other planners of the paper do.
+        Where it fits none with all layers recomputed, it gets a row of its own with the fewest (see :func:`fill`).
         """
         policies: list[RecomputePolicy] = [request.limits.recompute]
         if policies == ["auto"]:
             policies = [self.recompute, "auto"]
         for policy in policies:
-            changed = with_policy(request, policy)
-            found = tuple(p for p in sp_sizes if _fits(changed, p))
+            found = tuple(p for p in sp_sizes if _fits(with_policy(request, policy), p))
             if found:
-                return changed, found
+                return with_policy(request, policies[0]), found
         longest, limits = int(np.argmax(request.shapes[:, 0])), request.limits
         raise InfeasibleError(
             f"sample {request.sample_ids[longest]} of {request.shapes[longest, 0]} tokens fits no row on groups of "
@@ -130,11 +131,9 @@ class PackedBaseline(Drawing):
 
 def _fits(request: PlanRequest, sp_size: int) -> bool:
     """Whether the longest sample fits a row of its own."""
-    cost, limits = request.cost, request.limits
-    if least_budget(request, sp_size) > row_tokens(limits, sp_size):
+    if least_budget(request, sp_size) > row_tokens(request.limits, sp_size):
         return False
-    parts = cost.packed_parts(sp_size, request.shapes[:, 0].max())
-    return bool(cost.packed(sp_size, parts, limits.memory_bytes, limits.recompute).nanoseconds < INFEASIBLE)
+    return fits_alone(request, sp_size, int(request.shapes[:, 0].max()))
 
 
 def _finish(request: PlanRequest, rows: Rows, certify: bool) -> IterationPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dcp.cost import INFEASIBLE, IntArray, Settings
 from lightning_dcp.interpolation import MAX_VALUE
@@ -45,21 +46,28 @@ class Rows:
 def fill(request: PlanRequest, sp_size: int, budget: int, count: int) -> Rows:
     """Up to ``count`` rows of at most ``budget`` tokens and within the memory.
 
+    A sample that fits no row under the recompute policy of the request gets a row of its own, with the fewest
+    recomputed layers that fit.
+
     Args:
-        request: the offered samples, of one axis; each fits a row of its own.
+        request: the offered samples, of one axis; each fits a row of its own, with the fewest recomputed layers at
+            least.
         sp_size: ``p``.
         budget: tokens of a row, not below the longest sample.
         count: most rows.
     """
     lengths = request.shapes[:, 0]
-    members = first_fit(lengths, budget, count, request.limits.max_batch_size or len(lengths))
-    settings = _settings(request, sp_size, members)
+    spared = lengths > _longest(request, sp_size)
+    # A sample that takes the whole budget shares its row with none.
+    filling = np.where(spared, budget, lengths) if spared.any() else lengths
+    members = first_fit(filling, budget, count, request.limits.max_batch_size or len(lengths))
+    settings = _settings(request, sp_size, members, spared)
     # The budget holds for the mix of the window; a row of other lengths may need more.
     while (over := settings.nanoseconds >= INFEASIBLE).any():
         members = [
             row[: len(row) - max(len(row) // 32, 1)] if o else row for row, o in zip(members, over, strict=True)
         ]
-        settings = _settings(request, sp_size, members)
+        settings = _settings(request, sp_size, members, spared)
     tokens = int(lengths[np.concatenate(members)].sum())
     return Rows(sp_size=sp_size, members=members, settings=settings, tokens=tokens)
 
@@ -134,9 +142,36 @@ def least_budget(request: PlanRequest, sp_size: int) -> int:
     return round_up(max(int(request.shapes[:, 0].max()), shortest(sp_size)), sp_size)
 
 
-def _settings(request: PlanRequest, sp_size: int, members: list[IntArray]) -> Settings:
+def fits_alone(request: PlanRequest, sp_size: int, length: int) -> bool:
+    """Whether the memory holds a row of one sample under the recompute policy of the request."""
+    cost, limits = request.cost, request.limits
+    parts = cost.packed_parts(sp_size, np.asarray(length))
+    return bool(cost.packed(sp_size, parts, limits.memory_bytes, limits.recompute).nanoseconds < INFEASIBLE)
+
+
+def _longest(request: PlanRequest, sp_size: int) -> int:
+    """Tokens of the longest sample offered, or if it does not fit alone, the most that do; 0 if none do."""
+    low, high = 0, int(request.shapes[:, 0].max())
+    if fits_alone(request, sp_size, high):
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits_alone(request, sp_size, middle) else (low, middle)
+    return low
+
+
+def _settings(request: PlanRequest, sp_size: int, members: list[IntArray], spared: NDArray[np.bool_]) -> Settings:
     cost, limits = request.cost, request.limits
     starts = np.cumsum([0, *(len(row) for row in members[:-1])])
     parts = cost.packed_parts(sp_size, request.shapes[np.concatenate(members), 0])
     sums = np.add.reduceat(np.minimum(parts, MAX_VALUE >> 2), starts, axis=0)
-    return cost.packed(sp_size, sums, limits.memory_bytes, limits.recompute)
+    most = cost.packed(sp_size, sums, limits.memory_bytes, limits.recompute)
+    few = spared[[row[0] for row in members]]
+    if not few.any():
+        return most
+    fewest = cost.packed(sp_size, sums, limits.memory_bytes, "auto")
+    return Settings(
+        nanoseconds=np.where(few, fewest.nanoseconds, most.nanoseconds),
+        bytes=np.where(few, fewest.bytes, most.bytes),
+        recompute=np.where(few[:, None], fewest.recompute, most.recompute),
+    )

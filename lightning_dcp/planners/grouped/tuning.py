@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
 from lightning_dcp.planners.assembly import padded_tokens
 from lightning_dcp.planners.grouped.groups import Groups
-from lightning_dcp.planners.grouped.menu import Setting, largest_batches
+from lightning_dcp.planners.grouped.menu import Setting, most_samples
 from lightning_dcp.planners.protocol import PlanRequest
 
 _STEPS_PER_OCTAVE = 4
@@ -57,28 +58,74 @@ def best_buckets(request: PlanRequest, groups: Groups, sp_sizes: Sequence[int], 
     found: Buckets | None = None
     for p in sp_sizes:
         parallel = len(request.world.blocks_of(p))
-        for target, b, times in _candidates(request, groups, p):
+        for target, b, lasting in _candidates(request, groups, p):
             opened = _opened(groups, b, last)
             tokens = b * np.diff(groups.tokens[groups.starts]) // groups.counts
             if last:
-                cost = _nanoseconds(times[opened], parallel, sync_time), int(groups.tokens[-1])
+                cost = _nanoseconds(lasting[opened], parallel, sync_time), int(groups.tokens[-1])
             else:
-                cost = _whole_steps(times[opened], tokens[opened], parallel, sync_time)
+                cost = _whole_steps(lasting[opened], tokens[opened], parallel, sync_time)
             if found is None or cost[0] * found.cost[1] < found.cost[0] * cost[1]:
-                found = Buckets(sp_size=p, target=target, batch_sizes=b, nanoseconds=times, cost=cost)
+                found = Buckets(sp_size=p, target=target, batch_sizes=b, nanoseconds=lasting, cost=cost)
     assert found is not None
     return found
 
 
 def _candidates(request: PlanRequest, groups: Groups, sp_size: int) -> Iterator[tuple[int, IntArray, IntArray]]:
     """Targets with the batch sizes and times of all groups."""
-    limits, counts = request.limits, groups.counts
-    tokens = padded_tokens(groups.sizes, sp_size)
-    alone = request.cost.settings(sp_size, np.asarray(1), tokens, limits.memory_bytes, limits.recompute)
-    _, most = largest_batches(request, sp_size, groups.sizes, counts, np.asarray([INFEASIBLE - 1]))
-    targets = _targets(int(alone.nanoseconds.max()), int(most.max()))
-    batch_sizes, times = largest_batches(request, sp_size, groups.sizes, counts, targets)
-    yield from zip(targets.tolist(), batch_sizes, times, strict=True)
+    sizes, counts, spared = groups.sizes, groups.counts, groups.spared
+    alone = times(request, sp_size, np.asarray(1), padded_tokens(sizes, sp_size), spared)
+    _, most = largest_batches(request, sp_size, sizes, counts, np.asarray([INFEASIBLE - 1]), spared)
+    targets = _targets(int(alone.max()), int(most.max()))
+    batch_sizes, found = largest_batches(request, sp_size, sizes, counts, targets, spared)
+    yield from zip(targets.tolist(), batch_sizes, found, strict=True)
+
+
+def largest_batches(
+    request: PlanRequest,
+    sp_size: int,
+    sizes: IntArray,
+    counts: IntArray,
+    targets: IntArray,
+    spared: NDArray[np.bool_] | None = None,
+) -> tuple[IntArray, IntArray]:
+    """The largest ``b`` of each group that lasts no longer than each target, and its ``T``, at one ``p``.
+
+    Args:
+        request: cost model and limits.
+        sp_size: ``p``.
+        sizes: largest sizes of each group, ``[K, axes]``; one sample of each lasts no longer than any target.
+        counts: samples of each group; no batch is larger.
+        targets: nanoseconds, ``[D]``.
+        spared: groups with the fewest recomputed layers that fit, bool ``[K]``; none where ``None``.
+
+    Returns:
+        Batch sizes and nanoseconds, int64 ``[D, K]``.
+    """
+    tokens = padded_tokens(sizes, sp_size)
+    spared = np.zeros(len(sizes), dtype=bool) if spared is None else spared
+    shape = len(targets), len(sizes)
+    low = np.ones(shape, dtype=np.int64)
+    high = np.broadcast_to(np.maximum(most_samples(request.limits, sp_size, sizes, counts), 1), shape).copy()
+    while (low < high).any():
+        d, k = np.nonzero(low < high)
+        middle = (low[d, k] + high[d, k] + 1) // 2
+        fits = times(request, sp_size, middle, tokens[k], spared[k]) <= targets[d]
+        low[d, k] = np.where(fits, middle, low[d, k])
+        high[d, k] = np.where(fits, high[d, k], middle - 1)
+    return low, times(request, sp_size, low, tokens, spared)
+
+
+def times(
+    request: PlanRequest, sp_size: int, batch_sizes: IntArray, tokens: IntArray, spared: NDArray[np.bool_]
+) -> IntArray:
+    """Nanoseconds within the memory: with the fewest recomputed layers where ``spared``, else as the limits say."""
+    cost, limits = request.cost, request.limits
+    found = cost.settings(sp_size, batch_sizes, tokens, limits.memory_bytes, limits.recompute).nanoseconds
+    if spared.any():
+        fewest = cost.settings(sp_size, batch_sizes, tokens, limits.memory_bytes, "auto").nanoseconds
+        found = np.where(spared, fewest, found)
+    return found
 
 
 def _opened(groups: Groups, batch_sizes: IntArray, last: bool) -> IntArray:
