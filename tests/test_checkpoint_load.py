@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_dcp.checkpoint import AtomicCheckpointIO
-from lightning_dcp.planners import Static
+from lightning_dcp.checkpoint import AtomicCheckpointIO, plan_settings
+from lightning_dcp.execution import LossSettings
+from lightning_dcp.plan import IterationPlan
+from lightning_dcp.planners import PlanRequest, Static
+from lightning_dcp.preparation import Settings
 from tests.checkpointing import (
     CASE,
     Configured,
@@ -180,6 +184,40 @@ def test_changed_settings_are_named(pool: Pool, tmp_path: Path) -> None:
     assert ids == same[1]
     changes = "planner.batch_size: 2 / 3; sp_sizes: None / [1]; max_step_factor: 4.0 / 2.0"
     assert message.endswith(f"Changed (checkpoint / now): {changes}; profile: of the checkpoint / given")
+
+
+class Word(StrEnum):
+    TOKEN = "token"
+
+
+class Numbered:
+    """A planner of one's own."""
+
+    name, draws, lockstep = "numbered", False, False
+
+    def __init__(self) -> None:
+        self.sizes = [np.int64(3), np.bool_(True)]
+
+    def plan(self, request: PlanRequest) -> IterationPlan:
+        raise NotImplementedError
+
+
+def test_settings_of_numpy_and_enumerations_are_kept_as_plain_values(tmp_path: Path) -> None:
+    """A careful reader refuses a file with anything else; and a value must equal itself when it is read again."""
+    settings = Settings(
+        planner=Numbered(),
+        sp_sizes=(1,),
+        max_step_factor=np.float64(2),
+        memory_limit=np.float64(0.8),
+        layers=(np.str_("layers"),),
+        loss=LossSettings(weighting=Word.TOKEN),  # type: ignore[arg-type]
+    )
+    torch.save(plan_settings(settings), tmp_path / "x.ckpt")
+    again = read(tmp_path / "x.ckpt")
+    assert again == plan_settings(settings)
+    wanted = {"planner.sizes": [3, True], "max_step_factor": 2.0, "memory_limit": 0.8, "layers": ["layers"]}
+    assert {name: again[name] for name in wanted} == wanted
+    assert (type(again["loss_weighting"]), again["loss_weighting"]) == (str, "token")
 
 
 def _evaluate_and_save(run: Run, path: str) -> None:

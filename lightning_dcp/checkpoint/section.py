@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -94,8 +96,16 @@ def _options(planner: Planner) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value that any version of torch.load reads, and that equals itself when it is read again."""
-    if value is None or isinstance(value, bool | int | float | str):
+    # Subclasses (NumPy's float64, enumerations) are written by their type's name, which a careful reader refuses.
+    if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, Enum | np.generic):
+        return _plain(value.value if isinstance(value, Enum) else value.item())
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
