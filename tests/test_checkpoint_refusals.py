@@ -60,6 +60,27 @@ class RichAdagrad(Rich):
         return torch.optim.Adagrad(groups, lr=0.1)
 
 
+class RichAdafactor(Rich):
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(groups, lr=0.1)
+
+
+class Lamb(torch.optim.SGD):
+    """By its name as in other libraries."""
+
+
+class RichLamb(Rich):
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return type("Scheduled", (Lamb,), {})(groups, lr=0.1)  # type: ignore[no-any-return]
+
+
+class Elsewhere(Rich):
+    """The optimizer has a parameter that the module does not know."""
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return super().optimizer([*groups, {"params": [torch.nn.Parameter(torch.zeros(2, 5))]}])
+
+
 class RichNorm(Rich):
     def __init__(self, case: Any) -> None:
         super().__init__(case)
@@ -71,13 +92,20 @@ class RichNorm(Rich):
     [
         (NoTraining, (), "parameter group 2 of the optimizer has no parameter with"),
         (RichAdagrad, (), "returned an Adagrad, which DeepSpeed replaces"),
+        (RichAdafactor, (), "returned Adafactor, whose update of an element (Adafactor) depends on the others"),
+        (RichLamb, (), "returned Scheduled, whose update of an element (Lamb) depends on the others"),
+        (
+            Elsewhere,
+            (),
+            "group 2 of the optimizer has a parameter of shape (2, 5) that is no parameter of Elsewhere",
+        ),
         (
             RichNorm,
             (StochasticWeightAveraging(0.1),),
             "StochasticWeightAveraging on RichNorm, which has a batch norm",
         ),
     ],
-    ids=["frozen-group", "adagrad", "batch-norm"],
+    ids=["frozen-group", "adagrad", "adafactor", "lamb", "elsewhere", "batch-norm"],
 )
 def test_what_would_be_trained_otherwise_is_refused(
     pool: Pool, module: type[Rich], callbacks: tuple[Any, ...], sentence: str

@@ -24,7 +24,7 @@ from lightning_dcp.checkpoint.meeting import Meeting
 from lightning_dcp.checkpoint.optimizer_state import load_state, whole_state
 from lightning_dcp.checkpoint.progress import resumable
 from lightning_dcp.checkpoint.randomness import random_state, restore_random_state
-from lightning_dcp.checkpoint.refusals import check_optimizer
+from lightning_dcp.checkpoint.refusals import check_optimizer, names_of_groups
 from lightning_dcp.checkpoint.section import Section, resumed_profile, warn_of_changes
 from lightning_dcp.checkpoint.shards import Shards
 from lightning_dcp.checkpoint.weights import load_masters, whole_weights
@@ -100,11 +100,9 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         self._meeting = Meeting(self.global_rank, self.world_size, self._timeout)
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
-        # The names now: DeepSpeed replaces the parameters of the groups by flat ones.
         optimizer, schedule = super()._init_optimizers()
         assert self.lightning_module is not None
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
-        self._group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self._group_names = names_of_groups(optimizer, self.lightning_module)
         check_optimizer(optimizer)
         return optimizer, schedule
 
