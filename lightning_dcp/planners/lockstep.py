@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from itertools import pairwise, product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
 from lightning_dcp.plan import IterationPlan
@@ -24,6 +23,7 @@ from lightning_dcp.planners.assembly import (
 )
 from lightning_dcp.planners.bound import lower_bound
 from lightning_dcp.planners.protocol import PlanRequest
+from lightning_dcp.planners.ranges import RangeMax
 from lightning_dcp.planners.rounds import Piece, place, polish, slots
 from lightning_dcp.topology import World
 
@@ -91,7 +91,7 @@ class _Samples:
         self.order = np.lexsort((request.sample_ids, *-shapes.T, -shapes.prod(axis=-1)))
         self._request = request
         self._sizes = np.asarray(sizes)
-        self._largest = _RangeMax(shapes[self.order])
+        self._largest = RangeMax(shapes[self.order])
         self._batch_sizes = np.asarray(request.cost.batch_sizes(len(shapes)), dtype=np.int64)
         self._times = {p: self._table(p) for p in sizes}
         self.alone = np.stack([self._times[p][0] for p in sizes])
@@ -145,25 +145,6 @@ class _Samples:
             allowed = equal | (not self._request.limits.exact_shapes)
             table[row, starts] = np.where(allowed, found, INFEASIBLE)
         return table
-
-
-class _RangeMax:
-    """Largest size on each axis among neighbours, by tables of windows of 1, 2, 4, ... samples."""
-
-    def __init__(self, shapes: IntArray) -> None:
-        self._shapes = shapes
-        self._levels = [shapes]
-        while 2 << (len(self._levels) - 1) <= len(shapes):
-            last, half = self._levels[-1], 1 << (len(self._levels) - 1)
-            self._levels.append(np.maximum(last[:-half], last[half:]))
-
-    def over(self, starts: IntArray, count: int) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Of the ``count`` samples from ``starts`` on: the largest sizes ``[m, axes]``, and whether all are equal."""
-        level = count.bit_length() - 1
-        table = self._levels[level]
-        largest = np.maximum(table[starts], table[starts + count - (1 << level)])
-        equal = (self._shapes[starts] == self._shapes[starts + count - 1]).all(axis=-1)
-        return largest, np.asarray(equal)
 
 
 def _candidates(samples: _Samples, world: World, bound: int) -> Iterator[list[Piece]]:

@@ -18,6 +18,7 @@ from lightning_dcp.planners.assembly import (
 )
 from lightning_dcp.planners.padded.samples import Samples
 from lightning_dcp.planners.protocol import Limits, PlanRequest
+from lightning_dcp.planners.ranges import RangeMax
 
 
 class Source(Protocol):
@@ -133,11 +134,13 @@ class Windows:
         request: the request.
         samples: its samples; the kinds are the single samples.
         alone: the same samples alone, no dearer than with others.
+        largest: largest sizes of neighbours.
     """
 
     request: PlanRequest
     samples: Samples
     alone: Alone
+    largest: RangeMax
 
     @property
     def counts(self) -> IntArray:
@@ -146,21 +149,26 @@ class Windows:
 
     def rows(self, sp_size: int, batch_sizes: IntArray, columns: slice) -> tuple[IntArray, IntArray]:
         """See :class:`Source`; what begins too near the end does not fit."""
-        start, stop, _ = columns.indices(len(self.samples.shapes))
-        times = np.full((len(batch_sizes), stop - start), INFEASIBLE, dtype=np.int64)
-        for row, b in enumerate(batch_sizes.tolist()):
-            largest = self._largest(start, stop, b)
-            found = settings_within(self.request, sp_size, np.asarray(b), largest)
-            times[row, : len(largest)] = found.nanoseconds
+        count = len(self.samples.shapes)
+        start, stop, _ = columns.indices(count)
+        widths = batch_sizes.tolist()
+        lasts = [max(min(stop, count - b + 1), start) for b in widths]
+        asked = np.arange(start, stop) < np.asarray(lasts)[:, None]
+        largest = np.concatenate(
+            [self.largest.windows(start, last, b) for b, last in zip(widths, lasts, strict=True) if last > start]
+            or [self.samples.shapes[:0]]
+        )
+        times = np.full(asked.shape, INFEASIBLE, dtype=np.int64)
+        times[asked] = self._priced(sp_size, np.repeat(batch_sizes, asked.sum(axis=1)), largest)
         return times, np.zeros_like(times)
 
-    def _largest(self, start: int, stop: int, width: int) -> IntArray:
-        """Largest size on each axis of the ``width`` samples from each of ``start .. stop - 1`` on that has them."""
-        last = min(stop, len(self.samples.shapes) - width + 1)
-        if last <= start:
-            return self.samples.shapes[:0]
-        held = self.samples.shapes[start : last + width - 1]
-        return np.asarray(np.lib.stride_tricks.sliding_window_view(held, width, axis=0).max(axis=-1))
+    def _priced(self, sp_size: int, batch_sizes: IntArray, largest: IntArray) -> IntArray:
+        """Nanoseconds of micro-batches ``[m]`` with these largest sizes ``[m, axes]``; neighbours are often equal."""
+        new = np.append(True, (largest[1:] != largest[:-1]).any(axis=-1) | (np.diff(batch_sizes) != 0))[
+            : len(largest)
+        ]
+        found = settings_within(self.request, sp_size, batch_sizes[new], largest[new]).nanoseconds
+        return np.asarray(found[np.cumsum(new) - 1])
 
     def times(self, sp_size: int, batch_sizes: IntArray, kinds: IntArray) -> IntArray:
         """See :class:`Source`."""
@@ -221,7 +229,7 @@ def for_certificates(samples: Samples, bounds: Alone) -> Alone:
 def for_plans(request: PlanRequest, samples: Samples, bounds: Alone) -> Source:
     """Micro-batches of neighbours as plans pad them; the source of the bounds where that is the same."""
     if not samples.nested and not request.limits.exact_shapes:
-        return Windows(request=request, samples=samples, alone=bounds)
+        return Windows(request=request, samples=samples, alone=bounds, largest=RangeMax(samples.shapes))
     tokens = {p: padded_tokens(samples.distinct, p) for p in bounds.tokens}
     if all((tokens[p] == bounds.tokens[p]).all() for p in tokens):
         return bounds
