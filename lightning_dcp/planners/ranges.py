@@ -41,3 +41,13 @@ class RangeMax:
         level = count.bit_length() - 1
         table, behind = self._levels[level], count - (1 << level)
         return np.maximum(table[start:stop], table[start + behind : stop + behind])
+
+    def between(self, starts: IntArray, ends: IntArray) -> IntArray:
+        """Largest sizes of the samples ``starts .. ends - 1``, at least one each, ``[m, axes]``."""
+        largest = np.empty((len(starts), self._shapes.shape[1]), dtype=np.int64)
+        # The exponent of a float is exact: the largest power of two within the number of samples.
+        levels = np.frexp((ends - starts).astype(np.float64))[1] - 1
+        for level in np.unique(levels).tolist():
+            chosen, table = np.flatnonzero(levels == level), self._levels[level]
+            largest[chosen] = np.maximum(table[starts[chosen]], table[ends[chosen] - (1 << level)])
+        return largest

@@ -172,11 +172,8 @@ class Windows:
 
     def times(self, sp_size: int, batch_sizes: IntArray, kinds: IntArray) -> IntArray:
         """See :class:`Source`."""
-        shapes = self.samples.shapes
-        ends = np.minimum(kinds + batch_sizes, len(shapes))
-        largest = [shapes[a:b].max(axis=0) for a, b in zip(kinds.tolist(), ends.tolist(), strict=True)]
-        held = np.asarray(largest, dtype=np.int64).reshape(-1, shapes.shape[1])
-        return settings_within(self.request, sp_size, batch_sizes, held).nanoseconds
+        ends = np.minimum(kinds + batch_sizes, len(self.samples.shapes))
+        return self._priced(sp_size, batch_sizes, self.largest.between(kinds, ends))
 
     def most(self, sp_size: int) -> IntArray:
         """See :class:`Source`."""
