@@ -107,13 +107,14 @@ class Terms:
         step = max(_AT_ONCE // total, 1)
         for start in range(0, len(others), step):
             part = others[start : start + step]
-            missing = needed + self._last(part)
+            last = self._last(part)
+            missing = needed + last
             added = np.zeros_like(missing)
             for k in range(len(self.layers)):
                 if k != free:
                     missing -= part[:, k, None] * (self.activation[:, k] - self.layer_input[:, k])
                     added += part[:, k, None] * self.recompute_time[:, k]
-            own = self._own(missing, self._last(part), free)
+            own = self._own(missing, last, free)
             added += own * self.recompute_time[:, free]
             added[own > self.layers[free]] = UNFITTING
             first = added.argmin(axis=0)
@@ -127,9 +128,10 @@ class Terms:
         """The fewest layers of a family that free ``missing`` bytes, beyond its layers where none do."""
         layers, gain = int(self.layers[free]), (self.activation - self.layer_input)[:, free]
         own = np.maximum((missing + (gain - 1)) // np.maximum(gain, 1), 0)
-        # All layers of a family cost a whole layer's m at the peak, so where no other family has cost it before,
-        # all layers never fit if one less does not.
         fits = missing <= (layers - 1) * gain
+        if not last.any():
+            # All layers cost a whole layer's m at the peak, so they do not fit where one less does not.
+            return np.where(fits, own, layers + 1)
         full = missing <= layers * gain - np.maximum(self.activation[:, free] - last, 0)
         return np.where(fits, own, np.where(full, layers, layers + 1))
 
