@@ -47,6 +47,8 @@ def test_what_cannot_be_resumed_is_refused_by_every_rank(pool: Pool, tmp_path: P
     assert "cut.ckpt is no whole checkpoint" in refused(cut)
     cut.write_bytes(b"")
     assert "cut.ckpt is no whole checkpoint" in refused(cut)
+    cut.write_text("epoch: 3\n")
+    assert "cut.ckpt is no whole checkpoint" in refused(cut)
     later = tmp_path / "later.ckpt"
     content = read(path)
     content[Section.KEY]["version"] = 2

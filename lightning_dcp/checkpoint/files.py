@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_dcp.checkpoint.temporary import replaced
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's file format, written straight to disk.
 
-    A local file is written beside its place under the name ``.NAME.part``, flushed to the disk and renamed, so
+    A local file is written beside its place under the name ``.NAME.RANDOM.part``, flushed to the disk and renamed, so
     that whoever reads it, after a kill or a power cut too, finds the old file or the new one, each whole. Nothing
     is serialised in memory first. Reading maps the file into memory: the ranks of a node share its pages, and
     only what is used is read. Other places than the local file system are left to Lightning.
@@ -35,15 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_name(f".{place.name}.part")
-        try:
+        with replaced(place) as part:
             torch.save(checkpoint, part)
-            _flush(part)
-            os.replace(part, place)
-            _flush(place.parent)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
 
     def load_checkpoint(
         self,
@@ -72,13 +67,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             mapped: dict[str, Any] = torch.load(
                 place, map_location=map_location, weights_only=weights_only, mmap=_is_archive(place)
             )
-        except (RuntimeError, EOFError, OSError) as error:
-            # What torch gives for a file whose end is missing.
+        except (RuntimeError, EOFError, OSError, LookupError, UnpicklingError) as error:
+            # What torch gives for a file whose end is missing, and for one of another kind.
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
+            # A whole archive with values that weights_only refuses: torch's message says which, and what to do.
+            if isinstance(error, LookupError | UnpicklingError) and _is_archive(place):
                 raise
             raise MisconfigurationException(
                 f"{place} is no whole checkpoint ({error}); it was cut off, or is something else. Resume from another"
             ) from error
+        if not isinstance(mapped, dict):
+            raise MisconfigurationException(
+                f"{place} holds one {type(mapped).__name__} and no checkpoint; allowed is what trainer.save_checkpoint "
+                "wrote"
+            )
         return mapped
 
 
@@ -92,12 +95,3 @@ def _local(path: Any) -> Path | None:
     """The path on the local file system, or ``None`` for another place."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None
-
-
-def _flush(path: Path) -> None:
-    """Have a file, or the entries of a folder, written to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
