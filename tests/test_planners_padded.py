@@ -26,10 +26,12 @@ from lightning_dcp.planners.padded.pour import Item, fitting
 from lightning_dcp.planners.padded.prices import Cuts, cut
 from lightning_dcp.planners.padded.schedule import Schedule, loads_of
 from lightning_dcp.planners.padded.search import _Search
+from lightning_dcp.planners.padded.sources import for_certificates
 from lightning_dcp.profile import Measurement, Profile
 from lightning_dcp.topology import World
 from tests.planning_tools import COST, COST_2D, MiB, check, partitions, request, requests, texts
 from tests.synthetic import analytic_profile
+from tests.test_cost import measurement, noisy_profiles, profile
 
 some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -100,17 +102,91 @@ def test_any_prices_prove_no_more_than_is_true(asked: PlanRequest, data: st.Data
     bounds = built(asked, data.draw(st.sampled_from([0, 5, ALL])))
     alone, menus = bounds._padded()
     samples, world_size = bounds.samples, asked.world.world_size
-    within = bounds.least * data.draw(st.integers(100, 300)) // 100
-    within = min(within, *(menu.cap for menu in menus), 2**50)
+    asked_within = bounds.least * data.draw(st.integers(100, 300)) // 100
+    # What is longer than the menus know cannot be claimed anything about.
+    within = min(asked_within, *(menu.cap for menu in menus), 2**50)
     cuts = cut(samples, menus, samples.unit, unasked(alone, menus, within)[samples.unit], within)
     price = cuts.least[:-1] - cuts.least[1:]
     tenths = data.draw(st.lists(st.integers(-3, 40), min_size=len(price), max_size=len(price)))
     for prices in (price, price * np.asarray(tenths) // 10):
         least = np.append(np.cumsum(prices[::-1])[::-1], 0)
-        bound = Certificate(samples=samples, alone=alone, menus=menus).bound(least, within, world_size)
+        bound = Certificate(samples=samples, alone=alone, menus=menus).bound(least, asked_within, world_size)
         true = least_area(asked, within, list(asked.sizes))
         assert bound <= within
         assert true is None or bound <= -(-true // world_size)
+
+
+def test_wide_groups_that_were_not_asked_for_lower_the_prices() -> None:
+    """Pairs on one rank cost 1.05 ms a sample, any batch on two ranks 1.051 ms and more: so these are not asked for.
+
+    But nine samples are four pairs and a single one, and three of them cost less on two ranks than as pair and single.
+    """
+    rows = tuple(
+        replace(
+            m, forward=(0,), backward=(0,), recompute=(0,), constant_time=fixed + m.batch_size * m.shape[0] * each
+        )
+        for m in COST.profile.measurements
+        for fixed, each in [(100_000, 1_000) if m.sp_size == 1 else (50_000, 513)]
+        if m.sp_size <= 2
+    )
+    cost = CostModel(replace(COST.profile, measurements=rows))
+    asked = request(texts(*[1000] * 9), 2, cost=cost, max_tokens=2000)
+    pair, single, three = (cost.nanoseconds(b, (1000,), p, (0,)) * p for b, p in ((2, 1), (1, 1), (3, 2)))
+    cheapest = 3 * pair + three
+    assert cheapest < 4 * pair + single
+    bounds = Bounds.build(asked, 0)
+    assert bounds.menus[1].asked == 0, "only what was not asked for is tested here"
+    unit, world_size = bounds.samples.unit, 2
+    certificate = Certificate(samples=bounds.samples, alone=bounds.alone, menus=bounds.menus)
+    blind = cut(bounds.samples, bounds.menus, unit, np.full(9, NEVER), bounds.menus[0].cap)
+    assert int(blind.least[0]) > cheapest
+    assert certificate.bound(blind.least, 2**50, world_size) * 2 <= cheapest
+    assert bounds.certify()[1] * 2 <= cheapest
+    assert padded_lower_bound(asked) == -(-cheapest // 2)
+
+
+@some
+@given(measured=noisy_profiles(), data=st.data())
+def test_no_batch_size_is_below_its_floor(measured: Profile, data: st.DataObject) -> None:
+    """Between two rows too, with any recompute and rounding."""
+    cost = CostModel(measured)
+    lengths = texts(*data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=60)))
+    need = max(cost.bytes(1, s, 1, cost.num_layers) for s in lengths)
+    asked = request(lengths, 1, cost=cost, memory=need + data.draw(st.sampled_from([0, 100, 10**6])))
+    try:
+        bounds = Bounds.build(asked, ALL)
+    except ValueError:
+        return
+    (menu,) = bounds.menus
+    sizes = np.arange(1, menu.last + 1)
+    tokens = bounds.alone.tokens[1]
+    exact = cost.settings(1, sizes[:, None], tokens, asked.limits.memory_bytes).nanoseconds
+    floors = menu.floors(sizes, slice(None))
+    assert ((floors <= exact) | (exact >= NEVER)).all() or (menu.times[-1] > menu.cap).any()
+
+
+def test_floors_by_hand() -> None:
+    """Two quantities grow by half a nanosecond a sample: odd batch sizes lose one to rounding."""
+    rows = [
+        measurement(b, forward=(b // 2,), backward=(0,), recompute=(0,), constant_time=b // 2) for b in (2, 100)
+    ]
+    cost = CostModel(profile(*rows, num_layers=(1,)))
+    asked = request(texts(*[100] * 40), 1, cost=cost)
+    (menu,) = Bounds.build(asked, ALL).menus
+    assert 17 not in menu.batch_sizes
+    assert cost.nanoseconds(17, (100,), 1, (0,)) == 16 == cost.nanoseconds(16, (100,), 1, (0,))
+    assert int(menu.floors(np.asarray([17]), slice(None))[0, 0]) <= 16
+
+
+def test_certificates_with_two_axes_count_the_fewest_padded_tokens_of_longer_samples() -> None:
+    """24 tokens stay 24 on two ranks, 21 would become 28; equal tokens count for each other."""
+    shapes = [(4, 6), (3, 7), (5, 6), (6, 5), (2, 3)]
+    bounds = Bounds.build(request(shapes, 2, cost=COST_2D), ALL)
+    assert bounds.samples.distinct.tolist() == [[5, 6], [6, 5], [4, 6], [3, 7], [2, 3]]
+    assert bounds.alone.tokens[2].tolist() == [36, 30, 24, 28, 6]
+    alone = for_certificates(bounds.samples, bounds.alone)
+    assert alone.tokens[2].tolist() == [30, 30, 24, 24, 6]
+    assert alone.tokens[1].tolist() == [30, 30, 24, 21, 6]
 
 
 def exact_least(bounds: Bounds, makespan: int) -> int:
