@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from lightning_dcp.checkpoint import Section
-from tests.checkpointing import Rich, Run, read, resume_and_listen, train
+from tests.checkpointing import Rich, RichAdam, Run, read, resume_and_listen, train
 from tests.pool import Pool
 
 
@@ -55,6 +58,55 @@ def test_what_cannot_be_resumed_is_refused_by_every_rank(pool: Pool, tmp_path: P
     torch.save(content, later)
     assert "has version 2; this lightning_dcp reads version 1" in refused(later)
     assert "The checkpoint's optimizer has groups of [" in refused(path, module=OtherGroups)
+    assert "has the settings ['dampening', 'momentum', 'nesterov'], which AdamW has not" in refused(
+        path, module=RichAdam
+    )
+    content = read(path)
+    del content[Section.KEY]["settings"]
+    torch.save(content, later)
+    assert "part 'lightning_dcp' is damaged (KeyError: 'settings')" in refused(later)
+    torch.save({**content, Section.KEY: [1]}, later)
+    assert "part 'lightning_dcp' is damaged (it is a list)" in refused(later)
+    content = read(path)
+    name, state = next(iter(content["optimizer_states"][0]["state"].items()))
+    state["momentum_buffer"] = torch.zeros(3, 7)
+    torch.save(content, later)
+    assert f"has a state 'momentum_buffer' of shape (3, 7) for {name}, which has the shape (" in refused(later)
+
+
+def _resume_own_file(run: Run, paths: list[str]) -> str:
+    return resume_and_listen(replace(run, resume=paths[dist.get_rank()]))[0]
+
+
+def test_ranks_that_read_different_files_say_so(pool: Pool, tmp_path: Path) -> None:
+    """A node's own disk may have the file of an earlier step, or of another run."""
+    paths = [str(tmp_path / f"{steps}.ckpt") for steps in (1, 2)]
+    pool.run(train, 2, Run(steps=1, save=paths[0]), timeout=60.0)
+    pool.run(train, 2, Run(steps=2, save=paths[1]), timeout=60.0)
+    for answer in pool.run(_resume_own_file, 2, Run(), paths, timeout=60.0):
+        assert "the ranks have read different checkpoints" in answer
+        assert "ranks [0] one of step 1; ranks [1] one of step 2" in answer
+    content = read(paths[1])
+    content["state_dict"] = {k: v + 1 for k, v in content["state_dict"].items()}
+    torch.save(content, paths[0])
+    for answer in pool.run(_resume_own_file, 2, Run(), paths, timeout=60.0):
+        assert "the ranks have read different checkpoints" in answer
+
+
+class SaveByHand(pl.Callback):
+    """A file of weights, by the strategy itself."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.strategy.save_checkpoint({"state_dict": module.state_dict()}, self.path)
+
+
+def test_a_file_by_hand_has_no_loops(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "hand.ckpt"
+    pool.run(train, 2, Run(steps=1, callbacks=(SaveByHand(str(path)),)), timeout=60.0)
+    assert read(path).keys() == {"state_dict", Section.KEY}
 
 
 class RichAdagrad(Rich):

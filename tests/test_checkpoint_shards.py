@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dcp.checkpoint.gathering import Route
+from lightning_dcp.checkpoint.gathering import Route, gather_whole
 from lightning_dcp.checkpoint.meeting import LonelyCallError, Meeting
 from lightning_dcp.checkpoint.optimizer_state import whole_state
-from lightning_dcp.checkpoint.shards import Shards
+from lightning_dcp.checkpoint.shards import Fragment, Shards
 from lightning_dcp.checkpoint.weights import whole_weights
 from tests.checkpointing import CASE, RichAdam, Run, train
 from tests.pool import Pool
@@ -147,6 +147,29 @@ def test_ranks_meet_again_and_again_and_name_who_is_missing(pool: Pool) -> None:
     assert answers[1] == "late"
     for rank in (0, 2):
         assert answers[rank].startswith("that waited 1 s for ranks [1], only ranks [0, 2] called it")
+
+
+def _without_memory() -> list[str]:
+    """Rank 0 has no memory for a tensor so large; then the ranks are said to hold too little."""
+    rank, name = dist.get_rank(), "weight"
+    route, said = Route(rank=rank, world_size=2, device=torch.device("cpu")), []
+    flat = torch.zeros(4)
+    for shape, length in ((torch.Size([2**60]), 2**59), (torch.Size([8]), 3)):
+        held = [(Fragment(name, 0, 0, length),), (Fragment(name, length, 0, length),)]
+        try:
+            gather_whole(flat, {name: shape}, held, route)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    return said
+
+
+def test_a_rank_0_without_memory_leaves_nobody_waiting(pool: Pool) -> None:
+    first, second = pool.run(_without_memory, 2, timeout=30.0)
+    assert first[0].startswith("RuntimeError")
+    assert second[0].startswith("StepError: rank 0: making room for a checkpoint failed with RuntimeError")
+    assert "the ranks hold 6 of the 8 elements of weight" in first[1]
+    assert "the ranks hold 6 of the 8 elements of weight" in second[1]
 
 
 def _lone_calls() -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dcp.agreement import raise_together
 from lightning_dcp.checkpoint.shards import Fragment, Shard
 
 BUCKET_BYTES = 64 * 2**20
@@ -55,11 +57,23 @@ def gather_whole(
 
     Returns:
         One tensor for each parameter, on rank 0; nothing elsewhere.
+
+    Raises:
+        RuntimeError, MemoryError: on rank 0, which has too little memory; ``StepError`` elsewhere.
     """
     whole: dict[str, Tensor] = {}
+    room: list[Tensor] = []
+    error = None
     if route.rank == 0:
-        whole = {name: torch.empty(shape, dtype=flat.dtype) for name, shape in shapes.items()}
-    for start, pieces in _buckets(flat, route):
+        try:
+            _check_complete(shapes, held)
+            whole = {name: torch.empty(shape, dtype=flat.dtype) for name, shape in shapes.items()}
+            room = _room(flat, route)
+        except Exception as raised:
+            error = raised
+    # Before the first bucket: the others would wait in it for a rank 0 that has given up.
+    raise_together(error, route.world_size, "making room for a checkpoint")
+    for start, pieces in _buckets(flat, room, route):
         for fragments, piece in zip(held, pieces, strict=False):
             for fragment, begin, end in _overlaps(fragments, start, start + len(piece)):
                 place = fragment.place + begin - fragment.start
@@ -68,14 +82,37 @@ def gather_whole(
     return whole
 
 
-def _buckets(flat: Tensor, route: Route) -> Iterator[tuple[int, list[Tensor]]]:
+def _check_complete(shapes: Mapping[str, torch.Size], held: Sequence[tuple[Fragment, ...]]) -> None:
+    found = dict.fromkeys(shapes, 0)
+    for fragment in chain.from_iterable(held):
+        found[fragment.name] += fragment.length
+    wrong = [name for name, shape in shapes.items() if found[name] != shape.numel()]
+    if wrong:
+        raise RuntimeError(
+            f"the ranks hold {found[wrong[0]]} of the {shapes[wrong[0]].numel()} elements of {wrong[0]} "
+            f"({len(wrong)} such parameters); DeepSpeed divides them otherwise than it is known here. Nothing was saved"
+        )
+
+
+def _size(flat: Tensor, route: Route) -> int:
+    return max(1, route.bucket_bytes // (flat.element_size() * route.world_size))
+
+
+def _room(flat: Tensor, route: Route) -> list[Tensor]:
+    """What rank 0 receives a bucket in, a piece from each rank."""
+    if route.world_size == 1:
+        return []
+    size = min(len(flat), _size(flat, route))
+    return [flat.new_empty(size, device=route.device) for _ in range(route.world_size)]
+
+
+def _buckets(flat: Tensor, room: Sequence[Tensor], route: Route) -> Iterator[tuple[int, list[Tensor]]]:
     """The same stretch of every rank's part, one stretch after the other; the pieces are there on rank 0 only."""
-    size = max(1, route.bucket_bytes // (flat.element_size() * route.world_size))
+    size = _size(flat, route)
     flat = flat.detach()
     if route.world_size == 1:
         yield from ((start, [flat[start : start + size]]) for start in range(0, len(flat), size))
         return
-    room = [flat.new_empty(size, device=route.device) for _ in range(route.world_size if route.rank == 0 else 0)]
     for start in range(0, len(flat), size):
         piece = flat[start : start + size]
         if piece.device.type != route.device.type:

@@ -25,6 +25,7 @@ from lightning_dcp.checkpoint.optimizer_state import load_state, whole_state
 from lightning_dcp.checkpoint.progress import resumable
 from lightning_dcp.checkpoint.randomness import random_state, restore_random_state
 from lightning_dcp.checkpoint.refusals import check_optimizer, names_of_groups
+from lightning_dcp.checkpoint.same import check_same
 from lightning_dcp.checkpoint.section import Section, resumed_profile, warn_of_changes
 from lightning_dcp.checkpoint.shards import Shards
 from lightning_dcp.checkpoint.weights import load_masters, whole_weights
@@ -188,7 +189,8 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         """Read a checkpoint; called by every rank, before ``setup``.
 
         Raises:
-            FileNotFoundError, MisconfigurationException: there is no such file, or it is no checkpoint of one file.
+            FileNotFoundError, MisconfigurationException: there is no such file, it is no checkpoint of one file, or
+                the ranks have read different ones.
             StepError: another rank could not read it.
         """
         checkpoint: dict[str, Any] = {}
@@ -203,6 +205,7 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         except Exception as raised:
             error = raised
         raise_together(error, self.world_size, f"reading {checkpoint_path}")
+        check_same(checkpoint, self.world_size, checkpoint_path)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

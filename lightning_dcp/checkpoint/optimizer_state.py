@@ -17,6 +17,9 @@ from lightning_dcp.checkpoint.shards import Shard, Shards
 State = dict[str, Any]
 Names = Sequence[Sequence[str]]
 
+_OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"})
+"""What schedules of torch write into the groups of an optimizer."""
+
 
 def whole_state(shards: Shards, names: Names, route: Route) -> State:
     """The state of the user's optimizer as if one process had held all of it; called by every rank.
@@ -65,19 +68,33 @@ def load_state(shards: Shards, names: Names, saved: Mapping[str, Any]) -> None:
         saved: ``state`` and ``param_groups``, of :func:`whole_state` or of another strategy.
 
     Raises:
-        MisconfigurationException: the groups of the optimizer are not those of the saved one.
+        MisconfigurationException: the groups of the optimizer are not those of the saved one, it is another kind of
+            optimizer, or a state has not the shape of its parameter.
     """
     state = _by_name(names, saved)
     optimizer = shards.optimizer
     local: dict[int, State] = {}
     groups: list[State] = []
     for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        _check_kind(saved_group, group, optimizer)
         numbers = range(len(local), len(local) + len(group["params"]))
         for number, flat in zip(numbers, group["params"], strict=True):
             local[number] = _own_part(shards.of(flat), state)
         groups.append({**saved_group, "params": list(numbers)})
     kept = {number: values for number, values in local.items() if values}
     optimizer.load_state_dict({"state": kept, "param_groups": groups})
+
+
+def _check_kind(saved: Mapping[str, Any], group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the group of another optimizer; one that only lacks, or only has, some settings is of another version."""
+    lacking = sorted(optimizer.defaults.keys() - saved.keys())
+    foreign = sorted(saved.keys() - group.keys() - _OF_SCHEDULES)
+    if lacking and foreign:
+        raise MisconfigurationException(
+            f"The checkpoint's optimizer has the settings {foreign}, which {type(optimizer).__name__} has not, and "
+            f"lacks {lacking}: it is another optimizer. Return the one of the checkpoint from configure_optimizers, or start "
+            "from the weights alone with load_from_checkpoint"
+        )
 
 
 def _sorted_out(values: State, shard: Shard, optimizer: str, route: Route) -> tuple[list[str], list[str]]:
@@ -134,11 +151,22 @@ def _own_part(shard: Shard, state: State) -> State:
     part: State = {}
     for key in dict.fromkeys(key for values in members.values() for key in values):
         values = {name: own[key] for name, own in members.items() if key in own}
+        _check_shapes(key, values, shard)
         if all(_is_whole(value, shard, name) for name, value in values.items()):
             part[key] = scatter(shard, values, next(iter(values.values())).dtype)
         else:
             part[key] = _one_for_all(key, values)
     return part
+
+
+def _check_shapes(key: str, values: State, shard: Shard) -> None:
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and not _is_whole(value, shard, name):
+            raise MisconfigurationException(
+                f"The checkpoint's optimizer has a state {key!r} of shape {tuple(value.shape)} for {name}, which has "
+                f"the shape {tuple(shard.parameters[name].shape)}; allowed is that shape, or one number. Resume the model "
+                "that was saved, or start from the weights alone with load_from_checkpoint"
+            )
 
 
 def _is_whole(value: Any, shard: Shard, name: str) -> bool:

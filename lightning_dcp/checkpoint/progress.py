@@ -20,9 +20,11 @@ def resumable(checkpoint: Mapping[str, Any], loader: Mapping[str, Any] | None) -
       counting and end the next epoch after its first batch: the count is set to zero.
 
     Args:
-        checkpoint: as the Trainer made it; not changed.
+        checkpoint: as the Trainer made it; not changed. One without loops, made by hand, has nothing to bring in line.
         loader: state of the train loader; ``None`` for the checkpoint of another strategy.
     """
+    if "loops" not in checkpoint:
+        return dict(checkpoint)
     loops = copy.deepcopy(checkpoint["loops"])
     fit: Progress = loops["fit_loop"]
     changed = {**checkpoint, "loops": loops}

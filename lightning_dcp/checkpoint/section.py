@@ -59,22 +59,33 @@ class Section:
         """Read :meth:`to_dict` back.
 
         Raises:
-            MisconfigurationException: a later version wrote it.
-            ProfileError: the profile is damaged.
+            MisconfigurationException: a later version wrote it, or it is damaged.
         """
+        if not isinstance(content, dict):
+            raise _damaged(f"it is a {type(content).__name__}")
         if content.get("version") != VERSION:
             raise MisconfigurationException(
                 f"The checkpoint's part {cls.KEY!r} has version {content.get('version')}; this lightning_dcp reads "
                 f"version {VERSION}. Resume with the lightning_dcp that wrote it, or start from the weights alone "
                 "with load_from_checkpoint"
             )
-        return cls(
-            world_size=int(content["world_size"]),
-            profile=Profile.from_json(content["profile"]),
-            settings=dict(content["settings"]),
-            loader=dict(content["loader"]),
-            random=list(content["random"]),
-        )
+        try:
+            return cls(
+                world_size=int(content["world_size"]),
+                profile=Profile.from_json(content["profile"]),
+                settings=dict(content["settings"]),
+                loader=dict(content["loader"]),
+                random=list(content["random"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _damaged(how: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"The checkpoint's part {Section.KEY!r} is damaged ({how}). Resume from another checkpoint, or start from the "
+        "weights alone with load_from_checkpoint"
+    )
 
 
 def plan_settings(settings: Settings) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_dcp.agreement import raise_together
 from lightning_dcp.checkpoint.gathering import Route, gather_fragments, gather_whole
 from lightning_dcp.checkpoint.optimizer_state import part_of
 from lightning_dcp.checkpoint.shards import Shard, Shards
@@ -34,7 +35,14 @@ def whole_weights(module: nn.Module, shards: Shards | None, route: Route) -> dic
             shapes = {name: p.shape for name, p in shard.parameters.items()}
             masters |= gather_whole(shard.flat, shapes, gather_fragments(shard, route), route)
     state: dict[str, Any] = module.state_dict()
-    return _copies(module, state, masters) if route.rank == 0 else state
+    error = None
+    if route.rank == 0:
+        try:
+            state = _copies(module, state, masters)
+        except Exception as raised:
+            error = raised
+    raise_together(error, route.world_size, "copying the weights")
+    return state
 
 
 def _copies(module: nn.Module, state: Mapping[str, Any], masters: Mapping[str, Tensor]) -> dict[str, Any]:
