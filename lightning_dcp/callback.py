@@ -28,7 +28,8 @@ class DCPCallback(pl.Callback):
     Args:
         prog_bar: keys, without prefix, that the progress bar shows.
         plans_file: file that rank 0 writes one JSON line per step to; the plans can be trained again with
-            ``DCPStrategy(planner=Replay(file))``.
+            ``DCPStrategy(planner=Replay(file))``. A new run begins it anew; a resumed one goes on behind the step of
+            its checkpoint, as the later steps are planned again.
         keep_records: steps whose records are kept in memory for :meth:`timeline`, the latest ones.
     """
 
@@ -47,11 +48,11 @@ class DCPCallback(pl.Callback):
         self._gaps = GapWatch()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock, since a run that resumes within an epoch starts none, and on rank 0 a new file of plans."""
+        """Start the clock, since a run that resumes within an epoch starts none, and on rank 0 the file of plans."""
         self._last_end, self._gaps = time.perf_counter(), GapWatch()
-        if self.plans_file is not None and trainer.is_global_zero and trainer.global_step == 0:
+        if self.plans_file is not None and trainer.is_global_zero:
             self.plans_file.parent.mkdir(parents=True, exist_ok=True)
-            self.plans_file.write_text("")
+            _keep_lines(self.plans_file, trainer.global_step)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock; what other callbacks do before an epoch is no time of a step."""
@@ -74,7 +75,7 @@ class DCPCallback(pl.Callback):
         self._log(pl_module, {"loss": record.loss, **shown})
         self._explain(trainer, record)
         if self.plans_file is not None and trainer.is_global_zero:
-            with self.plans_file.open("a") as file:
+            with self.plans_file.open("a", encoding="utf-8") as file:
                 file.write(record.plan.to_json() + "\n")
 
     def timeline(self, index: int = -1) -> list[tuple[Span, ...]]:
@@ -112,3 +113,13 @@ class DCPCallback(pl.Callback):
             part = {k: torch.tensor(v, dtype=torch.float64) for k, v in values.items() if in_bar[k] is shown}
             if part:
                 pl_module.log_dict(part, on_step=True, on_epoch=False, prog_bar=shown, batch_size=1)
+
+
+def _keep_lines(file: Path, number: int) -> None:
+    """Cut a file behind its first lines; the last of them may have been cut off by a kill, and is left out then."""
+    if number and file.exists():
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:number]
+        kept = "".join(line for line in lines if line.endswith("\n"))
+    else:
+        kept = ""
+    file.write_text(kept, encoding="utf-8")

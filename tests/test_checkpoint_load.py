@@ -16,10 +16,11 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_dcp.callback import DCPCallback
 from lightning_dcp.checkpoint import AtomicCheckpointIO, plan_settings
 from lightning_dcp.execution import LossSettings
 from lightning_dcp.plan import IterationPlan
-from lightning_dcp.planners import PlanRequest, Static
+from lightning_dcp.planners import PlanRequest, Replay, Static
 from lightning_dcp.preparation import Settings
 from tests.checkpointing import (
     CASE,
@@ -168,6 +169,23 @@ def test_random_numbers_go_on(pool: Pool, tmp_path: Path) -> None:
     pool.run(_draw, 2, Run(steps=3, save=path), timeout=60.0)
     assert pool.run(_draw, 2, Run(resume=path), timeout=60.0) == [rank[3:] for rank in whole]
     assert len(pool.run(_draw, 1, Run(case=replace(CASE, world_size=1), resume=path), timeout=60.0)[0]) == 3
+
+
+def test_the_file_of_plans_has_one_line_for_each_step(pool: Pool, tmp_path: Path) -> None:
+    """Of a run that went on behind its last checkpoint before it was stopped; and it can be replayed."""
+    path, file = str(tmp_path / "2.ckpt"), tmp_path / "plans.jsonl"
+    pool.run(train, 2, Run(steps=2, save=path, callbacks=(DCPCallback(plans_file=file),)), timeout=60.0)
+    earlier = file.read_text()
+    ended = pool.run(train, 2, Run(steps=4, resume=path, callbacks=(DCPCallback(plans_file=file),)), timeout=60.0)
+    with file.open("a") as cut_off:
+        cut_off.write('{"cut')
+    second = {"planner": Static(batch_size=2)}
+    run = Run(steps=6, resume=path, callbacks=(DCPCallback(plans_file=file),), strategy=second)
+    again = pool.run(train, 2, run, timeout=60.0)
+    assert ended[0].plans != again[0].plans[:2]
+    assert file.read_text() == earlier + "".join(f"{plan}\n" for plan in again[0].plans)
+    assert len(earlier.splitlines()) == 2
+    Replay(file)
 
 
 def test_changed_settings_are_named(pool: Pool, tmp_path: Path) -> None:
