@@ -82,6 +82,32 @@ def _out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def _cannot(*_: Any) -> Any:
+    raise MemoryError
+
+
+def _broken(*_: Any) -> Any:
+    raise ValueError("odd")
+
+
+def _fails_on_rank_1(method: str, failure: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(_StepEnd, method, failure)
+        try:
+            return str(_step_end(_model(), 2))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def test_what_one_rank_meets_before_it_communicates_ends_all(pool: Pool) -> None:
+    """The temporary buffers of an update count too, and so does every other error."""
+    assert pool.run(_fails_on_rank_1, 2, "_update", _cannot) == ["0", "0"]
+    first, second = pool.run(_fails_on_rank_1, 2, "build", _broken)
+    assert first == "StepError: the end of a step could not be measured: another rank has raised an error"
+    assert second == "ValueError: odd"
+
+
 def test_ranks_agree_on_the_slowest_also_when_one_has_no_memory(pool: Pool) -> None:
     """Lightning-AI/pytorch-lightning#19789: a rank that runs out of memory alone must not leave the others waiting."""
     first, second = pool.run(_agreed, 2)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_dcp.agreement import StepError
 from lightning_dcp.memory import DEFAULT_BUCKET, least_of_all
 from lightning_dcp.profiling.clock import Clock
 from lightning_dcp.profiling.errors import is_out_of_memory
@@ -44,18 +45,26 @@ def measure_step_end(module: nn.Module, world_size: int, device: torch.device, c
 
     Returns:
         0 where nothing is trained, and where the buffers do not fit into memory (with a warning).
+
+    Raises:
+        StepError: another rank has raised an error; this one has none.
     """
     parameters = [p.detach() for p in module.parameters() if p.requires_grad]
     if not parameters:
         return 0
-    end, fits = None, 1
+    end, error = None, None
     try:
         end = _StepEnd.build(parameters, world_size, device)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        fits = 0
-    if not least_of_all(fits, device) or end is None:
+        end.rehearse()
+    except Exception as raised:
+        error = raised
+    # Every rank comes here, whatever it met, so that none waits for one that has given up.
+    fits = least_of_all(2 if error is None else int(is_out_of_memory(error)), device)
+    if error is not None and not is_out_of_memory(error):
+        raise error
+    if fits == 0:
+        raise StepError("the end of a step could not be measured: another rank has raised an error")
+    if fits == 1 or end is None:
         rank_zero_warn(
             "The end of a step could not be measured: buffers of the size of gradients and optimizer states do not fit "
             "into memory. Plans count it as 0; training may run out of memory at its first step"
@@ -123,6 +132,13 @@ class _StepEnd:
         """The partition that the optimizer updates."""
         parameter: nn.Parameter = self.optimizer.param_groups[0]["params"][0]
         return parameter
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """All that allocates in :meth:`run`, without communication: clones, and what AdamW makes for the moment."""
+        if self.gathers:
+            self.bucket.clone()
+        self._update()
 
     @torch.no_grad()
     def run(self, clock: Clock) -> int:
