@@ -92,8 +92,8 @@ def _check_kind(saved: Mapping[str, Any], group: Mapping[str, Any], optimizer: t
     if lacking and foreign:
         raise MisconfigurationException(
             f"The checkpoint's optimizer has the settings {foreign}, which {type(optimizer).__name__} has not, and "
-            f"lacks {lacking}: it is another optimizer. Return the one of the checkpoint from configure_optimizers, or start "
-            "from the weights alone with load_from_checkpoint"
+            f"lacks {lacking}: it is another optimizer. Return the one of the checkpoint from configure_optimizers, or "
+            "start from the weights alone with load_from_checkpoint"
         )
 
 
@@ -164,8 +164,8 @@ def _check_shapes(key: str, values: State, shard: Shard) -> None:
         if isinstance(value, Tensor) and value.numel() != 1 and not _is_whole(value, shard, name):
             raise MisconfigurationException(
                 f"The checkpoint's optimizer has a state {key!r} of shape {tuple(value.shape)} for {name}, which has "
-                f"the shape {tuple(shard.parameters[name].shape)}; allowed is that shape, or one number. Resume the model "
-                "that was saved, or start from the weights alone with load_from_checkpoint"
+                f"the shape {tuple(shard.parameters[name].shape)}; allowed is that shape, or one number. Resume the "
+                "model that was saved, or start from the weights alone with load_from_checkpoint"
             )
 
 
