@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,7 +98,8 @@ def test_deepspeed_settings(config: dict[str, Any], sentence: str) -> None:
         ({"max_batch_size": 0}, "max_batch_size is 0; allowed are"),
         ({"max_tokens": -3}, "max_tokens is -3; allowed are"),
         ({"min_micro_batches": True}, "min_micro_batches is True; allowed are"),
-        ({"max_step_factor": 0.5}, "max_step_factor is 0.5; allowed are"),
+        ({"max_step_factor": 0.5}, "max_step_factor is 0.5; allowed are finite numbers from 1"),
+        ({"max_step_factor": math.inf}, "max_step_factor is inf; allowed are finite numbers from 1"),
         ({"max_step_factor": "2"}, "max_step_factor is '2'; allowed are"),
         ({"sp_sizes": 2}, "sp_sizes is 2; allowed are a list"),
         ({"layers": "Block"}, "layers is 'Block'; allowed are a list"),

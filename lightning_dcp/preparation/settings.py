@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -69,8 +70,8 @@ class Settings:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value!r}; allowed are integers from 1")
         factor = self.max_step_factor
-        if factor is not None and not (isinstance(factor, int | float) and factor >= 1):
-            raise ValueError(f"max_step_factor is {self.max_step_factor!r}; allowed are numbers from 1")
+        if factor is not None and not (isinstance(factor, int | float) and 1 <= factor < math.inf):
+            raise ValueError(f"max_step_factor is {self.max_step_factor!r}; allowed are finite numbers from 1")
         sizes = self.sp_sizes
         if sizes is not None and (not sizes or any(type(size) is not int or size < 1 for size in sizes)):
             raise ValueError(f"sp_sizes is {list(sizes)}; allowed are integers from 1, or None for all that fit")
