@@ -166,16 +166,19 @@ def test_no_batch_size_is_below_its_floor(measured: Profile, data: st.DataObject
 
 
 def test_floors_by_hand() -> None:
-    """Two quantities grow by half a nanosecond a sample: odd batch sizes lose one to rounding."""
+    """Two quantities grow by half a nanosecond more than a millisecond a sample: each loses half of one at 17."""
     rows = [
-        measurement(b, forward=(b // 2,), backward=(0,), recompute=(0,), constant_time=b // 2) for b in (2, 100)
+        measurement(b, forward=(time,), backward=(0,), recompute=(0,), constant_time=time)
+        for b in (2, 100)
+        for time in (1_000_000 * b + b // 2,)
     ]
     cost = CostModel(profile(*rows, num_layers=(1,)))
     asked = request(texts(*[100] * 40), 1, cost=cost)
     (menu,) = Bounds.build(asked, ALL).menus
-    assert 17 not in menu.batch_sizes
-    assert cost.nanoseconds(17, (100,), 1, (0,)) == 16 == cost.nanoseconds(16, (100,), 1, (0,))
-    assert int(menu.floors(np.asarray([17]), slice(None))[0, 0]) <= 16
+    assert menu.batch_sizes[15:17].tolist() == [16, 18]
+    exact = [cost.nanoseconds(b, (100,), 1, (0,)) for b in (16, 17, 18)]
+    assert exact == [32_000_016, 34_000_016, 36_000_018]
+    assert 34_000_000 < int(menu.floors(np.asarray([17]), slice(None))[0, 0]) <= 34_000_016
 
 
 def test_certificates_with_two_axes_count_the_fewest_padded_tokens_of_longer_samples() -> None:
