@@ -226,6 +226,13 @@ def test_the_bound_is_near_the_exact_program_for_many_samples(median: int, memor
     assert bounds.least <= Bounds.build(asked, 5).certify()[1] <= bound
 
 
+@pytest.mark.parametrize("count", [100, 3000])
+def test_the_bound_of_a_plan_is_at_most_the_tight_one(count: int) -> None:
+    asked = request(lognormal(count, 100, 1.0, 1), 8, memory=500 * MiB)
+    plan = Balanced().plan(asked)
+    assert lower_bound(asked) < plan.lower_bound <= padded_lower_bound(asked) <= plan.makespan
+
+
 def test_the_bound_prices_padding() -> None:
     """One micro-batch of lengths 100 and 1000 is dearer than two halves of what their own lengths would cost."""
     asked = request(texts(1000, 100), 1)

@@ -12,7 +12,7 @@ in :mod:`lightning_dcp.planners.padded.certificate`.
 from __future__ import annotations
 
 from lightning_dcp.planners.packing import packed_lower_bound
-from lightning_dcp.planners.padded import ALL, Bounds
+from lightning_dcp.planners.padded import ALL, Bounds, usual_margin
 from lightning_dcp.planners.protocol import PlanRequest
 
 _ROUNDS = 3
@@ -35,8 +35,8 @@ def lower_bound(request: PlanRequest) -> int:
 def padded_lower_bound(request: PlanRequest) -> int:
     """The bound that prices padding, in nanoseconds; at least ``LB*``, at most the makespan of every padded plan.
 
-    It is as tight as it is made, whatever that takes; a plan's own ``lower_bound`` leaves out wide groups that are
-    clearly dearer than narrow ones, so that it may be a little lower.
+    It is the tightest that is made here, whatever that takes. A plan's own ``lower_bound`` counts wide groups that are
+    clearly dearer than narrow ones more roughly and looks once, so that it may be a little lower.
 
     Raises:
         InfeasibleError: a sample fits no setting.
@@ -44,4 +44,7 @@ def padded_lower_bound(request: PlanRequest) -> int:
     """
     if request.limits.packing:
         raise ValueError("packing=True: rows of mixed lengths are not padded; use lower_bound")
-    return Bounds.build(request, ALL).certify(_ROUNDS)[1] if len(request.shapes) else 0
+    if not len(request.shapes):
+        return 0
+    margins = (usual_margin(len(request.shapes)), ALL)
+    return max(Bounds.build(request, margin).certify(_ROUNDS)[1] for margin in margins)

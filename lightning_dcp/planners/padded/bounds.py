@@ -16,8 +16,14 @@ from lightning_dcp.planners.padded.samples import Samples
 from lightning_dcp.planners.padded.sources import Alone, Source, for_bounds, for_certificates, for_plans
 from lightning_dcp.planners.protocol import PlanRequest
 
+_MARGIN = 1024
 ALL = 1000
 """Margin in percent at which wide groups are asked for everything that may ever matter."""
+
+
+def usual_margin(count: int) -> int:
+    """The margin in percent for plans of so many samples: with more of them wide groups are rarely of use."""
+    return _MARGIN // count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

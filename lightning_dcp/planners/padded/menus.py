@@ -78,8 +78,8 @@ class Menu:
         found[gaps] = np.minimum(found[gaps], at_last)
         return np.asarray(np.where(self.times < NEVER, found, NEVER))
 
-    def last_within(self, makespan: int) -> tuple[IntArray, IntArray, IntArray]:
-        """The last batch size behind the last row that ends within the makespan, whatever the memory.
+    def last_within(self, makespan: int | IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """The last batch size behind the last row that ends within the makespan, or each kind's, whatever the memory.
 
         Returns:
             For each kind that row, the batch size, and at most its rank-nanoseconds, :data:`NEVER` where there is no

@@ -71,7 +71,9 @@ class _Options:
     sp_sizes: IntArray
 
     @classmethod
-    def build(cls, samples: Samples, menus: Sequence[Menu], columns: IntArray, makespan: int) -> _Options:
+    def build(
+        cls, samples: Samples, menus: Sequence[Menu], columns: IntArray, makespan: int | IntArray
+    ) -> _Options:
         """All that ends within the makespan."""
         sp_sizes, rows, costs = [], [], []
         for menu in menus:
@@ -120,7 +122,9 @@ class _Options:
         )
 
 
-def cut(samples: Samples, menus: Sequence[Menu], columns: IntArray, shares: IntArray, makespan: int) -> Cuts:
+def cut(
+    samples: Samples, menus: Sequence[Menu], columns: IntArray, shares: IntArray, makespan: int | IntArray
+) -> Cuts:
     """The dynamic program over batch sizes; every sample must end within ``makespan`` alone.
 
     Batch sizes are the tabled ones and the last that ends in time. Whether memory allows the last is not asked, it
@@ -131,7 +135,7 @@ def cut(samples: Samples, menus: Sequence[Menu], columns: IntArray, shares: IntA
         menus: their menus.
         columns: column of the menus for the micro-batches that begin at each sample, shape ``[n]``.
         shares: rank-time that a sample might take in batches that the menus lack, shape ``[n]``.
-        makespan: most nanoseconds of a micro-batch.
+        makespan: most nanoseconds of a micro-batch, or of those that begin with each kind, shape ``[U]``.
     """
     options = _Options.build(samples, menus, columns, makespan)
     guess = np.append(np.cumsum(np.minimum(options.alone(), shares)[::-1])[::-1], 0)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lightning_dcp.cost import IntArray
 from lightning_dcp.plan import IterationPlan
-from lightning_dcp.planners.padded.bounds import Bounds
+from lightning_dcp.planners.padded.bounds import Bounds, usual_margin
 from lightning_dcp.planners.padded.least import NEVER
 from lightning_dcp.planners.padded.lookup import Lookup
 from lightning_dcp.planners.padded.menus import again, build, singles_of
 from lightning_dcp.planners.padded.moves import Improver
-from lightning_dcp.planners.padded.pour import Item, Pour, ranges_of
+from lightning_dcp.planners.padded.pour import Filled, Item, Pour, Ranges, ranges_of
 from lightning_dcp.planners.padded.prices import Cuts, cut
 from lightning_dcp.planners.padded.runs import Runs
 from lightning_dcp.planners.padded.schedule import Schedule
@@ -22,10 +23,10 @@ from lightning_dcp.planners.protocol import PlanRequest
 
 _COARSE, _FINE = 512, 1024
 """The target is first raised by one part in 512, and not searched more finely than to one in 1024."""
-_CLOSE = 128
-"""What is within one part in 128 of the bound is not poured again."""
-_MARGIN = 1024
-"""Divided by the number of samples: percent by which wide groups may be dearer and are asked for all the same."""
+_CLOSE, _FAR = 128, 24
+"""What is within one part in 128 of the bound is not poured again, and only once within one in 24."""
+_SHORTER = (95, 90, 80, 65, 50, 35)
+"""Percent of the makespan within which micro-batches end; shorter ones on wider groups even out few samples."""
 
 
 def plan_padded(request: PlanRequest, max_moves: int) -> IterationPlan:
@@ -37,7 +38,7 @@ def plan_padded(request: PlanRequest, max_moves: int) -> IterationPlan:
     """
     if not len(request.shapes):
         return IterationPlan(world_size=request.world.world_size, micro_batches=())
-    bounds = Bounds.build(request, _MARGIN // len(request.shapes))
+    bounds = Bounds.build(request, usual_margin(len(request.shapes)))
     cuts, bound = bounds.certify()
     return _Search(bounds, cuts, bound).best(max_moves).plan(bound)
 
@@ -61,7 +62,9 @@ class _Search:
             self._menus = build(self._request, source, singles, bounds.margin)
         elif source is not bounds.alone:
             self._menus = again(self._request, source, bounds.menus)
-        self._cuts = priced if self._costs_as_much(priced) else self._cut(self._shortest())
+        # Within less not every sample could end.
+        self._fastest = np.stack([menu.times[0] for menu in self._menus]).min(axis=0)
+        self._cuts = priced if self._costs_as_much(priced) else self._cut(np.maximum(self.bound, self._fastest))
         self._lookup = Lookup(source, self._menus, self._kinds, self._samples.ends)
 
     def _costs_as_much(self, cuts: Cuts) -> bool:
@@ -90,38 +93,44 @@ class _Search:
         return best
 
     def _poured(self) -> tuple[int, list[Item]]:
-        """The best pour of cuts within the bound and, where that is not close to it, of cuts within the result."""
-        span, items = self._descend(self._cuts)
-        if span - self.bound > self.bound // _CLOSE:
-            again = self._descend(self._cut(span))
-            span, items = min((span, items), again, key=lambda pair: pair[0])
-        return span, items
+        """The best pour: of the cut within the bound, and where that is not close to it, of cuts within other times."""
+        best = self._descend(Pour.build(self._world, self._lookup, self._cuts), ranges_of(self._cuts))
+        for percent, far in ((100, _CLOSE), *((percent, _FAR) for percent in _SHORTER)):
+            if best[0] - self.bound > self.bound // far:
+                cuts = self._cut(np.maximum(best[0] * percent // 100, self._fastest))
+                pour, ranges = Pour.build(self._world, self._lookup, cuts), ranges_of(cuts)
+                better = pour.fill(ranges, best[0] - max(best[0] // _FINE, 1))
+                if not better.rest:
+                    best = self._descend(pour, ranges, better)
+        return best
 
-    def _shortest(self) -> int:
-        """A makespan within which every sample ends alone."""
-        fastest = np.stack([menu.times[0] for menu in self._menus]).min(axis=0)
-        return max(self.bound, int(fastest.max()))
-
-    def _cut(self, makespan: int) -> Cuts:
+    def _cut(self, makespan: int | IntArray) -> Cuts:
         unknown = np.full(len(self._kinds), NEVER, dtype=np.int64)
         return cut(self._samples, self._menus, self._kinds, unknown, makespan)
 
-    def _descend(self, cuts: Cuts) -> tuple[int, list[Item]]:
-        """The least target that a pour meets, by bisection, and the items."""
-        pour, ranges = Pour.build(self._world, self._lookup, cuts), ranges_of(cuts)
-        low, step = self.bound, max(self.bound // _COARSE, 1)
-        high, best = low + step, None
-        while best is None or high - low > max(self.bound // _FINE, 1):
-            target = high if best is None else (low + high) // 2
+    def _descend(self, pour: Pour, ranges: Ranges, known: Filled | None = None) -> tuple[int, list[Item]]:
+        """The least target that a pour meets, by bisection below a known one, and the items."""
+        low = self.bound
+        if known is None:
+            low, known = self._raise(pour, ranges)
+        while known.makespan - low > max(self.bound // _FINE, 1):
+            target = (low + known.makespan) // 2
             filled = pour.fill(ranges, target)
-            if not filled.rest:
-                high, best = filled.makespan, filled.items
-            else:
+            if filled.rest:
                 low = target
-                if best is None:
-                    step = max(2 * step, filled.rest // self._world.world_size)
-                    high = low + step
-        return high, [Item(*item) for item in best]
+            else:
+                known = filled
+        return known.makespan, [Item(*item) for item in known.items]
+
+    def _raise(self, pour: Pour, ranges: Ranges) -> tuple[int, Filled]:
+        """The last target that a pour does not meet, and what it comes to at the first that it does."""
+        low, step = self.bound, max(self.bound // _COARSE, 1)
+        while True:
+            filled = pour.fill(ranges, low + step)
+            if not filled.rest:
+                return low, filled
+            low += step
+            step = max(2 * step, filled.rest // self._world.world_size)
 
     def _narrowest(self) -> list[tuple[int, int]]:
         """Time of each sample alone on the narrowest group that it fits, and that group's size."""
