@@ -252,7 +252,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"lengths.txt, line \d+: sample \d+ of shape",
     ),
     "an unknown planner": ({"planner": "fastest"}, "planner 'fastest' is unknown; allowed are .*balanced"),
-    "an unknown option": ({"planner": "static:speed=3"}, r"'static' has no option \['speed'\]; allowed are sp_size, batch_size, deal"),
+    "an unknown option": (
+        {"planner": "static:speed=3"},
+        r"'static' has no option \['speed'\]; allowed are sp_size, batch_size, deal",
+    ),
     "an option twice": ({"planner": "static:sp_size=1,sp_size=2"}, "with each key once"),
     "an option without value": ({"planner": "static:sp_size"}, "not of the form name:key=value"),
     "an option of plain": ({"planner": "plain:sp_size=2"}, r"takes no option, not \['sp_size'\]"),
