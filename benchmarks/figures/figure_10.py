@@ -101,7 +101,8 @@ def draw(result: Result) -> Figure:
     axes.bar(range(len(rows)), [100 * row["gain"] for row in rows], color=COLOURS["dcp-intra"])
     axes.set_xticks(range(len(rows)), [tokens_label(row["tokens"]) for row in rows])
     axes.set(xlabel="tokens of a sample", ylabel="dcp-intra over dcp-inter [%]")
-    axes.legend(fontsize=8, frameon=False, loc="lower left")
+    axes.set_ylim(0, 30)
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
     return figure
 
 

@@ -30,7 +30,7 @@ from lightning_dcp.planners import Balanced
 
 MODEL, WORLD_SIZE = "h200-transformer-1d", 32
 PLANNERS = ("bucket", "dcp-inter", "dcp-intra", "balanced")
-DATA_SETS, STEPS, WINDOW, SEED = 140, 24, 4096, 0
+DATA_SETS, STEPS, WINDOW, SEED = 140, 16, 4096, 0
 MEDIANS, SIGMAS, RANGE = (1024, 32_768), (0.4, 1.8), (512, 262_144)
 
 

@@ -165,7 +165,7 @@ def shortfalls(result: Result) -> list[str]:
 
 def table(result: Result) -> str:
     """Largest ratios beside the paper's, one row for each planner in each cell, and what does not hold."""
-    head = ["", "tokens/s", "over bucket", "idle", "padding", "gap", "steps", "samples a step", "planning"]
+    head = ["", "tokens/s", "over bucket", "idle", "padding", "gap", "steps", "samples a step"]
     rows = markdown(head, (row for each in result["results"] for row in _rows(each)))
     missing = shortfalls(result)
     note = "\n".join(f"- {line}" for line in missing) if missing else "Nothing."
@@ -188,7 +188,7 @@ def _ratios(result: Result) -> str:
 
 
 def _rows(each: Result) -> Iterator[list[str]]:
-    yield [f"**{MODELS[each['model']]}, {each['data_set']}**, {each['samples']:,} samples", *[""] * 8]
+    yield [f"**{MODELS[each['model']]}, {each['data_set']}**, {each['samples']:,} samples", *[""] * 7]
     for name, found in each["planners"].items():
         gap = found["gap"]
         yield [
@@ -200,7 +200,6 @@ def _rows(each: Result) -> Iterator[list[str]]:
             "-" if gap is None else f"{100 * gap:.1f} %",
             str(found["optimizer_steps"]),
             f"{found['samples'] / found['optimizer_steps']:,.0f}",
-            f"{found['planning_ms']:.0f} ms",
         ]
 
 

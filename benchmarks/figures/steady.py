@@ -2,8 +2,8 @@
 
 An epoch of a large dataset has thousands of steps. Those that can be simulated on many clusters and data sets would be
 mostly beginning and end: at first a planner that draws finds as many short samples as it likes, with the long ones
-still to come, and at the end it lacks samples to fill its batches with. So a window full of samples is planned first,
-without being counted, and counting ends before the window cannot be filled any more.
+still to come, and at the end it lacks samples to fill its batches with. So a part of a window is planned first, without
+being counted, and counting ends before the window cannot be filled any more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning_dcp.planners.protocol import DrawingPlanner
 from lightning_dcp.simulate import Cluster, for_dataset
 from lightning_dcp.simulate.stream import Stream, Window
 
-_WINDOWS = 3
-"""Samples of a drawing planner in windows: one is not counted, and the last is never offered whole."""
+_WINDOWS, _SKIPPED = 3, 4
+"""Samples of a dataset for a drawing planner, in windows; and the part of a window after which idle ratios stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def _plans(
 ) -> Iterator[tuple[IterationPlan, IntArray]]:
     """Plans that count, with the samples that they hold."""
     window = Window(Stream(len(shapes), len(shapes), seed), width)
-    skipped = width if planner.draws else 0
+    skipped = width // _SKIPPED if planner.draws else 0
     while len(offered := window.offer()) == width:
         request = PlanRequest(
             sample_ids=offered,
