@@ -93,7 +93,7 @@ def _all_turns(folder: Path, samples: int, repeats: int) -> tuple[list[dict[str,
                 bar.set_description(name)
                 found[name] = _run(name, samples, batch_size, folder)
                 bar.update()
-                turns.append(found)
+            turns.append(found)
     return turns, batch_size
 
 
