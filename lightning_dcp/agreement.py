@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class StepError(RuntimeError):
@@ -108,12 +111,23 @@ class Agreement:
 
     def _raise(self, problems: Sequence[str]) -> None:
         """Exchange the reasons and raise the same error everywhere; all ranks come here or none."""
-        everyone: list[list[str]] = [list(problems)]
-        if self.world_size > 1:
-            everyone = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(everyone, list(problems))
-        lines = [f"rank {rank}: {problem}" for rank, reasons in enumerate(everyone) for problem in reasons]
+        everyones = of_all_ranks(list(problems), self.world_size)
+        lines = [f"rank {rank}: {problem}" for rank, reasons in enumerate(everyones) for problem in reasons]
         raise StepError("\n".join(dict.fromkeys(lines)))
+
+
+def of_all_ranks(value: T, world_size: int) -> list[T]:
+    """A small value of every rank, in rank order; one gather, called by every rank.
+
+    Args:
+        value: that of this rank.
+        world_size: number of ranks; with one nothing is communicated.
+    """
+    if world_size == 1:
+        return [value]
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def raise_together(error: Exception | None, world_size: int, doing: str) -> None:
@@ -128,13 +142,10 @@ def raise_together(error: Exception | None, world_size: int, doing: str) -> None
         StepError: another rank has an error and this one has none.
     """
     mine = None if error is None else f"{doing} failed with {type(error).__name__}: {error}"
-    everyone = [mine]
-    if world_size > 1:
-        everyone = [None] * world_size
-        dist.all_gather_object(everyone, mine)
+    everyones = of_all_ranks(mine, world_size)
     if error is not None:
         raise error
-    lines = [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(everyones) if text is not None]
     if lines:
         raise StepError("\n".join(lines))
 

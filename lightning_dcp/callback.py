@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_dcp.agreement import of_all_ranks
 from lightning_dcp.metrics import GapWatch, step_metrics
 from lightning_dcp.records import Span, StepRecord
 
@@ -85,11 +86,8 @@ class DCPCallback(pl.Callback):
             index: position in :attr:`records`.
         """
         mine = self.records[index].spans
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return [mine]
-        spans: list[tuple[Span, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(spans, mine)
-        return spans
+        distributed = dist.is_available() and dist.is_initialized()
+        return of_all_ranks(mine, dist.get_world_size() if distributed else 1)
 
     def _explain(self, trainer: pl.Trainer, record: StepRecord) -> None:
         """Once per fit, the reason for a large gap; found on every rank, so that none waits for another's search."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -45,7 +46,11 @@ class CostModel:
             )
             for p in self.sp_sizes
         }
-        self._parts = {p: Grid.build(_parts(grid)) for p, grid in self._grids.items()}
+
+    @cached_property
+    def _parts(self) -> dict[int, Grid]:
+        # Not before somebody asks: training without packing never does.
+        return {p: Grid.build(_parts(grid)) for p, grid in self._grids.items()}
 
     def nanoseconds(self, batch_size: int, shape: Shape, sp_size: int, recompute: tuple[int, ...]) -> int:
         """Time ``T`` of one micro-batch (Eq. 4), ``recompute`` layers of each family recomputed (Eq. 5)."""

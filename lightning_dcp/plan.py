@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int, ...]
+_Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 FORMAT = "lightning_dcp.plan"
 MAX_WORLD_SIZE = 2**20
@@ -180,7 +181,7 @@ class IterationPlan:
             raise PlanError(f"lower bound {self.lower_bound} ns lies above the makespan {self.makespan} ns")
 
     def _check_samples(self) -> None:
-        ids = [i for m in self.micro_batches for i in m.sample_ids]
+        ids = self.sample_ids
         if len(set(ids)) != len(ids):
             counts = Counter(ids)
             twice = sorted(i for i, count in counts.items() if count > 1)[:5]
@@ -210,15 +211,13 @@ class IterationPlan:
                 )
             open_ends.append((first, first + size))
 
-    def busy(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def busy(self) -> _Integers:
         """Planned nanoseconds of work per rank, shape ``[W]``."""
-        edges = np.zeros(self.world_size + 1, dtype=np.int64)
-        first, size, time = self._columns("first_rank"), self._columns("sp_size"), self._columns("nanoseconds")
-        np.add.at(edges, first, time)
-        np.subtract.at(edges, first + size, time)
-        return np.cumsum(edges[:-1])
+        return loads_of(
+            self.world_size, self._column("first_rank"), self._column("sp_size"), self._column("nanoseconds")
+        )
 
-    def _columns(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _column(self, name: str) -> _Integers:
         return np.asarray([getattr(m, name) for m in self.micro_batches], dtype=np.int64)
 
     def rounds(self) -> list[int]:
@@ -264,6 +263,11 @@ class IterationPlan:
         """Share of the computed tokens that are padding."""
         padded = sum(m.padded_tokens for m in self.micro_batches)
         return 1.0 - self.num_tokens / padded if padded else 0.0
+
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        """Ids of all samples of the step, in the order of the micro-batches."""
+        return tuple(i for m in self.micro_batches for i in m.sample_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -319,6 +323,14 @@ class IterationPlan:
             lockstep=content["lockstep"],
             micro_batches=tuple(_micro_batch(row) for row in rows),
         )
+
+
+def loads_of(world_size: int, first_rank: _Integers, sp_size: _Integers, nanoseconds: _Integers) -> _Integers:
+    """Busy nanoseconds per rank, shape ``[W]``, of micro-batches ``[m]``."""
+    edges = np.zeros(world_size + 1, dtype=np.int64)
+    np.add.at(edges, first_rank, nanoseconds)
+    np.subtract.at(edges, first_rank + sp_size, nanoseconds)
+    return np.asarray(np.cumsum(edges[:-1]))
 
 
 def read_json(text: str, expected_format: str, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -474,12 +474,14 @@ def test_gap_on_lognormal_lengths(world_size: int, count: int, limit: float) -> 
         ("static", {"sp_size": "2"}),
         ("floating", {"min_samples": 2.0, "max_samples": 4}),
         ("floating", {"min_samples": 1, "max_samples": 4, "candidates": "8"}),
+        ("floating", {"min_samples": 1, "max_samples": 4, "planner": "static"}),
         ("bucket", {"sp_size": 0}),
         ("packed", {"rows": None}),
         ("dcp-inter", {"window": 10.0}),
         ("dcp-intra", {"edges": (10.0, 20.0)}),
         ("dcp-intra", {"length_groups": 65}),
         ("dcp-intra", {"certify": "yes"}),
+        ("dcp-inter", {"full_batches": 3}),
     ],
 )
 def test_options_of_a_wrong_type_or_size_are_named(name: str, options: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_dcp.cost import CostModel
+from lightning_dcp.plan import loads_of
 from lightning_dcp.planners import Balanced, InfeasibleError, PlanRequest, Static, lower_bound
 from lightning_dcp.planners.assembly import settings_within
 from lightning_dcp.planners.bound import padded_lower_bound
@@ -25,7 +26,7 @@ from lightning_dcp.planners.padded.menus import unasked
 from lightning_dcp.planners.padded.moves import Improver
 from lightning_dcp.planners.padded.pour import Item, fitting
 from lightning_dcp.planners.padded.prices import Cuts, cut
-from lightning_dcp.planners.padded.schedule import Schedule, loads_of
+from lightning_dcp.planners.padded.schedule import Schedule
 from lightning_dcp.planners.padded.search import _Search
 from lightning_dcp.planners.padded.sources import for_certificates
 from lightning_dcp.profile import Measurement, Profile

@@ -100,7 +100,7 @@ def _plans(
             limits=cluster.limits,
         )
         plan = planner.plan(request)
-        trained = np.asarray([i for m in plan.micro_batches for i in m.sample_ids], dtype=np.int64)
+        trained = np.asarray(plan.sample_ids, dtype=np.int64)
         window.remove(trained)
         if skipped <= 0:
             yield plan, trained

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dcp.agreement import raise_together
+from lightning_dcp.agreement import of_all_ranks, raise_together
 from lightning_dcp.checkpoint.shards import Fragment, Shard
 
 BUCKET_BYTES = 64 * 2**20
@@ -37,11 +37,7 @@ class Route:
 
 def gather_fragments(shard: Shard, route: Route) -> list[tuple[Fragment, ...]]:
     """What each rank holds of a group, in rank order, on every rank; one small gather, called by every rank."""
-    everyone: list[tuple[Fragment, ...]] = [shard.fragments]
-    if route.world_size > 1:
-        everyone = [()] * route.world_size
-        dist.all_gather_object(everyone, shard.fragments)
-    return everyone
+    return of_all_ranks(shard.fragments, route.world_size)
 
 
 def gather_whole(

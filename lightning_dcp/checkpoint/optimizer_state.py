@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_dcp.agreement import of_all_ranks
 from lightning_dcp.checkpoint.gathering import Route, gather_fragments, gather_whole
 from lightning_dcp.checkpoint.shards import Shard, Shards
 
@@ -102,10 +102,7 @@ def _sorted_out(values: State, shard: Shard, optimizer: str, route: Route) -> tu
     spread = [key for key, value in values.items() if _is_spread(value, shard.flat)]
     common = [key for key in values if key not in spread]
     odd = [key for key in common if isinstance(values[key], Tensor) and values[key].dim() > 0]
-    everyone = [(spread, common, odd)]
-    if route.world_size > 1:
-        everyone = [([], [], [])] * route.world_size
-        dist.all_gather_object(everyone, (spread, common, odd))
+    everyone = of_all_ranks((spread, common, odd), route.world_size)
     if any(other != everyone[0] for other in everyone) or everyone[0][2]:
         raise MisconfigurationException(
             f"The state of {optimizer} cannot be saved by parameter: {sorted({k for e in everyone for k in e[2]})} "

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_dcp.agreement import of_all_ranks
 from lightning_dcp.checkpoint.section import Section
 
 
@@ -22,8 +22,7 @@ def check_same(checkpoint: Mapping[str, Any], world_size: int, path: Any) -> Non
     """
     if world_size == 1:
         return
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, (_digest(checkpoint), checkpoint.get("global_step")))
+    everyone = of_all_ranks((_digest(checkpoint), checkpoint.get("global_step")), world_size)
     if any(digest != everyone[0][0] for digest, _ in everyone):
         found: dict[Any, list[int]] = {}
         for rank, key in enumerate(everyone):

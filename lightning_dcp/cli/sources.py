@@ -24,7 +24,8 @@ DISTRIBUTION_SAMPLES = 100_000
 MOST_DISTRIBUTION_SAMPLES = 10_000_000
 """Most of them; a longer simulation trains further epochs."""
 
-_LIMITS = tuple(field.name for field in fields(Limits) if field.name != "memory_bytes")
+LIMITS = tuple(field.name for field in fields(Limits) if field.name != "memory_bytes")
+"""Limits of plans that a call may set by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,7 +103,7 @@ def read_profile(source: str, world_size: int) -> Profile:
 
 def build_cluster(arguments: Namespace, world_size: int) -> Cluster:
     """The cluster of the arguments, with so many ranks."""
-    limits = {name: getattr(arguments, name) for name in _LIMITS if hasattr(arguments, name)}
+    limits = {name: getattr(arguments, name) for name in LIMITS if hasattr(arguments, name)}
     return Cluster.build(
         read_profile(arguments.profile, world_size),
         world_size,

@@ -74,7 +74,7 @@ def request_of(context: PlanningContext, sample_ids: IntArray, shapes: IntArray)
 
 def samples_of(plan: IterationPlan) -> IntArray:
     """Ids of a plan's samples, int64, in the order of its micro-batches."""
-    return np.fromiter((i for m in plan.micro_batches for i in m.sample_ids), dtype=np.int64)
+    return np.asarray(plan.sample_ids, dtype=np.int64)
 
 
 def _not_all(planned: IntArray, request: PlanRequest) -> str | None:

@@ -46,7 +46,7 @@ PLANNERS = tuple(_CLASSES)
 """Names that :func:`create` knows."""
 
 
-def create(planner: str | Planner, **options: Any) -> Planner:
+def create(planner: str | Planner, /, **options: Any) -> Planner:
     """The planner of this name, or the given one as it is.
 
     Args:

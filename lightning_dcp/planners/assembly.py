@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dcp.cost import INFEASIBLE, IntArray, Settings
+from lightning_dcp.cost import INFEASIBLE, CostModel, IntArray, Settings
 from lightning_dcp.plan import IterationPlan, MicroBatch, Shape
 from lightning_dcp.planners.protocol import InfeasibleError, Limits, PlanRequest
+from lightning_dcp.topology import World
 
 
 class Placement(NamedTuple):
@@ -24,18 +25,27 @@ class Placement(NamedTuple):
 
 
 def usable_sp_sizes(request: PlanRequest) -> tuple[int, ...]:
-    """Sequence-parallel sizes that the world offers and the profile knows, ascending.
+    """:func:`common_sp_sizes` of a planner that pads.
 
     Raises:
         ValueError: there is none, or the request asks for something that these planners cannot give.
     """
     if request.limits.packing:
         raise ValueError("packing=True: this planner pads and does not pack; use packing=False")
-    sizes = tuple(p for p in request.world.sp_sizes if p in request.cost.sp_sizes)
+    return common_sp_sizes(request.world, request.cost)
+
+
+def common_sp_sizes(world: World, cost: CostModel) -> tuple[int, ...]:
+    """Sequence-parallel sizes that the world offers and the profile knows, ascending.
+
+    Raises:
+        ValueError: there is none.
+    """
+    sizes = tuple(p for p in world.sp_sizes if p in cost.sp_sizes)
     if not sizes:
         raise ValueError(
-            f"the world has groups of {request.world.sp_sizes} ranks, the profile has sequence-parallel sizes "
-            f"{request.cost.sp_sizes}; profile at least one size of the world"
+            f"the world has groups of {world.sp_sizes} ranks, the profile has sequence-parallel sizes "
+            f"{cost.sp_sizes}; profile at least one size of the world"
         )
     return sizes
 
@@ -73,9 +83,8 @@ def padded_tokens(shapes: IntArray, sp_size: int) -> IntArray:
         shapes: sizes, shape ``[..., axes]``.
         sp_size: ``p``.
     """
-    tokens = round_up_all(shapes, sp_size)
-    least = shortest(sp_size) * shapes[..., 1:].prod(axis=-1)
-    return np.asarray(np.maximum(tokens, least), dtype=np.int64)
+    first = _padded_axis(shapes[..., 0], np.asarray(sp_size))
+    return np.asarray(first * shapes[..., 1:].prod(axis=-1), dtype=np.int64)
 
 
 def round_up_all(shapes: IntArray, sp_size: int) -> IntArray:
@@ -188,13 +197,14 @@ def assemble(request: PlanRequest, placements: Sequence[Placement], lower_bound:
     Raises:
         InfeasibleError: a placement does not fit the limits.
     """
-    micro_batches: tuple[MicroBatch, ...] = ()
-    if placements:
-        micro_batches = tuple(_micro_batches(request, placements))
+    micro_batches = tuple(micro_batches_of(request, placements))
     return IterationPlan(world_size=request.world.world_size, micro_batches=micro_batches, lower_bound=lower_bound)
 
 
-def _micro_batches(request: PlanRequest, placements: Sequence[Placement]) -> Iterator[MicroBatch]:
+def micro_batches_of(request: PlanRequest, placements: Sequence[Placement]) -> Iterator[MicroBatch]:
+    """The micro-batches of these placements, in order; see :func:`assemble`."""
+    if not placements:
+        return
     # All looked up at once: a question for each micro-batch would cost more than the planning.
     counts = [len(item.members) for item in placements]
     edges = np.cumsum([0, *counts])

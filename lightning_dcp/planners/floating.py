@@ -52,6 +52,8 @@ class Floating:
             raise ValueError(
                 f"min_samples={least}, max_samples={most}; allowed are integers with min_samples <= max_samples"
             )
+        if not isinstance(self.planner, Planner) or isinstance(self.planner, type):
+            raise ValueError(f"planner={self.planner!r}; allowed are planner objects, such as Balanced()")
         if self.planner.draws:
             raise ValueError(
                 f'planner "{self.planner.name}" draws the samples of a step by itself; give one that plans what it '

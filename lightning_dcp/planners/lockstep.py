@@ -7,6 +7,7 @@ made, and long ones meet in the same rounds. A rank that has nothing in a round 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -22,6 +23,7 @@ from lightning_dcp.planners.assembly import (
     usable_sp_sizes,
 )
 from lightning_dcp.planners.bound import lower_bound
+from lightning_dcp.planners.padded.samples import Samples
 from lightning_dcp.planners.protocol import PlanRequest
 from lightning_dcp.planners.ranges import RangeMax
 from lightning_dcp.planners.rounds import Piece, place, polish, slots
@@ -60,8 +62,8 @@ def plan_lockstep(request: PlanRequest, max_moves: int = 200) -> IterationPlan:
     bound = lower_bound(request)
     candidates = list(_candidates(samples, request.world, bound))
     candidates.sort(key=lambda pieces: place(request.world, pieces)[0])
-    polished = [polish(request.world, pieces, samples.nanoseconds, max_moves) for pieces in candidates[:_POLISHED]]
-    _, placed = min((place(request.world, pieces) for pieces in polished), key=lambda plan: plan[0])
+    polished = (polish(request.world, pieces, samples.nanoseconds, max_moves) for pieces in candidates[:_POLISHED])
+    _, placed = min(polished, key=lambda plan: plan[0])
     order = samples.order.tolist()
     placements = [
         Placement(tuple(order[piece.start : piece.start + piece.batch_size]), first, piece.sp_size)
@@ -69,12 +71,7 @@ def plan_lockstep(request: PlanRequest, max_moves: int = 200) -> IterationPlan:
     ]
     minimum = request.limits.min_micro_batches
     plan = assemble(request, raise_micro_batches(placements, request.world.world_size, minimum), bound)
-    return IterationPlan(
-        world_size=plan.world_size,
-        micro_batches=plan.micro_batches,
-        lower_bound=plan.lower_bound,
-        lockstep=True,
-    )
+    return replace(plan, lockstep=True)
 
 
 class _Samples:
@@ -86,13 +83,12 @@ class _Samples:
     """
 
     def __init__(self, request: PlanRequest, sizes: tuple[int, ...]) -> None:
-        shapes = request.shapes
-        # Equal shapes must be neighbours (exact_shapes), and the order must not depend on the input's.
-        self.order = np.lexsort((request.sample_ids, *-shapes.T, -shapes.prod(axis=-1)))
+        samples = Samples.build(request)
+        self.order = samples.order
         self._request = request
         self._sizes = np.asarray(sizes)
-        self._largest = RangeMax(shapes[self.order])
-        self._batch_sizes = np.asarray(request.cost.batch_sizes(len(shapes)), dtype=np.int64)
+        self._largest = RangeMax(samples.shapes)
+        self._batch_sizes = np.asarray(request.cost.batch_sizes(len(self.order)), dtype=np.int64)
         self._times = {p: self._table(p) for p in sizes}
         self.alone = np.stack([self._times[p][0] for p in sizes])
 

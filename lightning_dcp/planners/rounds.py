@@ -21,13 +21,17 @@ class Piece(NamedTuple):
     nanoseconds: int
 
 
+Placed = tuple[int, list[tuple[Piece, int]]]
+"""The sum of the rounds, and each micro-batch with its first rank."""
+
+
 def slots(pieces: list[Piece]) -> int:
     """Ranks times rounds that micro-batches take."""
     return sum(piece.sp_size for piece in pieces)
 
 
-def place(world: World, pieces: list[Piece]) -> tuple[int, list[tuple[Piece, int]]]:
-    """The sum of the rounds, and each micro-batch with its first rank."""
+def place(world: World, pieces: list[Piece]) -> Placed:
+    """Give each micro-batch a group, where it adds least to the sum of the rounds."""
     rounds: list[int] = []
     placed: list[tuple[Piece, int]] = []
     done = [0] * world.world_size
@@ -53,7 +57,7 @@ def place(world: World, pieces: list[Piece]) -> tuple[int, list[tuple[Piece, int
     return sum(rounds), placed
 
 
-def polish(world: World, pieces: list[Piece], clock: Clock, max_moves: int) -> list[Piece]:
+def polish(world: World, pieces: list[Piece], clock: Clock, max_moves: int) -> Placed:
     """Move the cuts between micro-batches, join and divide them, as long as the sum of the rounds falls.
 
     Args:
@@ -62,24 +66,28 @@ def polish(world: World, pieces: list[Piece], clock: Clock, max_moves: int) -> l
         clock: their times.
         max_moves: most changes that are tried without success, one after the other.
     """
-    best, (least, _) = pieces, place(world, pieces)
+    best, seen = place(world, pieces), 0
     # A change of a large step takes longer to try and gains less.
     max_moves = max_moves * 128 // max(len(pieces), 128)
-    tried, seen = 0, 0
-    while tried < max_moves:
-        changed = False
-        for index in _turn(best, seen):
-            for candidate in _changes(best, index, clock):
-                tried += 1
-                total, _ = place(world, candidate)
-                if total < least:
-                    best, least, tried, seen, changed = candidate, total, 0, index, True
-                    break
-            if changed or tried >= max_moves:
-                break
-        if not changed:
-            break
+    while (found := _better(world, pieces, best[0], clock, max_moves, seen)) is not None:
+        pieces, best, seen = found
     return best
+
+
+def _better(
+    world: World, pieces: list[Piece], least: int, clock: Clock, max_moves: int, first: int
+) -> tuple[list[Piece], Placed, int] | None:
+    """The first change that brings the sum of the rounds below ``least``, and where it was made."""
+    tried = 0
+    for index in _turn(pieces, first):
+        if tried >= max_moves:
+            break
+        for candidate in _changes(pieces, index, clock):
+            tried += 1
+            placed = place(world, candidate)
+            if placed[0] < least:
+                return candidate, placed, index
+    return None
 
 
 def _turn(pieces: list[Piece], first: int) -> Iterator[int]:

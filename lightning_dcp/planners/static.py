@@ -163,7 +163,7 @@ class Replay:
             plan = IterationPlan.from_json(line)
         except PlanError as error:
             raise PlanError(f"{self.file}, line {number}: {error}") from error
-        ids = frozenset(i for m in plan.micro_batches for i in m.sample_ids)
+        ids = frozenset(plan.sample_ids)
         if self._plans.setdefault(ids, plan) != plan:
             raise PlanError(f"{self.file}, line {number}: another line plans the same samples differently")
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dcp.agreement import of_all_ranks
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.execution import MicroBatchRunner
 from lightning_dcp.plan import MicroBatch
@@ -108,11 +109,7 @@ class Bench:
 
     def everyone(self, value: T) -> list[T]:
         """A small value of every rank, in rank order; called by every rank."""
-        if self.world.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return of_all_ranks(value, self.world.world_size)
 
     def summed(self, tensor: Tensor) -> Tensor:
         """Sum over the world; called by every rank, once per parameter of a result and once per comparison."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dcp.cost import CostModel
+from lightning_dcp.cost import CostModel, IntArray
 from lightning_dcp.plan import MAX_WORLD_SIZE
-from lightning_dcp.planners import Limits
+from lightning_dcp.planners import Limits, PlanRequest
 from lightning_dcp.profile import Profile
 from lightning_dcp.topology import World, nested_sizes
 
@@ -74,4 +74,10 @@ class Cluster:
             cost=cost,
             world=World.build(world_size, sizes, ranks_per_node),
             limits=Limits(memory_bytes=memory_bytes, **limits),
+        )
+
+    def request(self, sample_ids: IntArray, shapes: IntArray) -> PlanRequest:
+        """What a planner is asked for these samples on this cluster; sizes ``[n, axes]``."""
+        return PlanRequest(
+            sample_ids=sample_ids, shapes=shapes, cost=self.cost, world=self.world, limits=self.limits
         )

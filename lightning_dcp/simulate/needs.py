@@ -9,8 +9,8 @@ import numpy as np
 from lightning_dcp.cost import INFEASIBLE, IntArray
 from lightning_dcp.interpolation import MAX_TOKENS
 from lightning_dcp.plan import Shape
-from lightning_dcp.planners import InfeasibleError, PlanRequest
-from lightning_dcp.planners.assembly import raise_infeasible, settings_within
+from lightning_dcp.planners import InfeasibleError
+from lightning_dcp.planners.assembly import common_sp_sizes, raise_infeasible, settings_within
 from lightning_dcp.simulate.cluster import Cluster
 
 _CHUNK = 65_536
@@ -62,9 +62,9 @@ def longest_sample(shapes: IntArray, cluster: Cluster) -> LongestSample:
         cluster: its sizes, memory and limits.
     """
     position = int(np.argmax(shapes.prod(axis=1)))
-    request = _request(shapes, np.asarray([position]), cluster)
+    request = cluster.request(np.asarray([position]), shapes[[position]])
     fits = []
-    for p in sizes_of(cluster):
+    for p in common_sp_sizes(cluster.world, cluster.cost):
         found = settings_within(request, p, np.asarray(1), request.shapes)
         fits.append(
             Fit(
@@ -87,11 +87,11 @@ def check_lengths(shapes: IntArray, cluster: Cluster) -> None:
     Raises:
         InfeasibleError: names the first such sample by its position, its length and the limit.
     """
-    sizes = sizes_of(cluster)
+    sizes = common_sp_sizes(cluster.world, cluster.cost)
     _check_padded(shapes, max(sizes))
     for start in range(0, len(shapes), _CHUNK):
         ids = np.arange(start, min(start + _CHUNK, len(shapes)))
-        request = _request(shapes, ids, cluster)
+        request = cluster.request(ids, shapes[ids])
         fits = np.zeros(len(ids), dtype=bool)
         for p in reversed(sizes):
             if not fits.all():
@@ -110,14 +110,3 @@ def _check_padded(shapes: IntArray, sp_size: int) -> None:
             f"sample {position} of shape {tuple(shapes[position].tolist())} has {tokens[position]} tokens where "
             f"sp_size is {sp_size}; allowed are {MAX_TOKENS}. Leave such samples out"
         )
-
-
-def sizes_of(cluster: Cluster) -> tuple[int, ...]:
-    """Sequence-parallel sizes that the cluster offers and its profile knows, ascending."""
-    return tuple(p for p in cluster.world.sp_sizes if p in cluster.cost.sp_sizes)
-
-
-def _request(shapes: IntArray, ids: IntArray, cluster: Cluster) -> PlanRequest:
-    return PlanRequest(
-        sample_ids=ids, shapes=shapes[ids], cost=cluster.cost, world=cluster.world, limits=cluster.limits
-    )

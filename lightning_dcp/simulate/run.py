@@ -11,8 +11,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_dcp.cost import IntArray
 from lightning_dcp.interpolation import MAX_TOKENS
+from lightning_dcp.lengths.progress import DELAY
 from lightning_dcp.plan import IterationPlan
-from lightning_dcp.planners import Planner, PlanRequest
+from lightning_dcp.planners import Planner
 from lightning_dcp.planners.protocol import DrawingPlanner
 from lightning_dcp.simulate.cluster import Cluster
 from lightning_dcp.simulate.price import own_work
@@ -24,8 +25,6 @@ OnStep = Callable[[int, IterationPlan], Any]
 
 MAX_SAMPLES, MAX_STEP_SAMPLES = 2**40, 2**24
 """Most samples of a simulation, and of a step: all of a step are looked at together."""
-DELAY = 0.5
-"""Seconds before a progress bar shows: what is over sooner, with a result or an error, needs none."""
 
 
 def simulate(
@@ -77,7 +76,7 @@ def simulate(
     )
     with bar:
         while len(offered := window.offer()):
-            request = _request(offered, table, cluster)
+            request = cluster.request(offered, table[offered % len(table)])
             start = perf_counter()
             plan = planner.plan(request)
             seconds = perf_counter() - start
@@ -130,19 +129,9 @@ def _width(planner: Planner, cluster: Cluster, global_batch_size: int) -> int:
     return width
 
 
-def _request(ids: IntArray, table: IntArray, cluster: Cluster) -> PlanRequest:
-    return PlanRequest(
-        sample_ids=ids,
-        shapes=table[ids % len(table)],
-        cost=cluster.cost,
-        world=cluster.world,
-        limits=cluster.limits,
-    )
-
-
 def _samples_of(plan: IterationPlan, table: IntArray, cluster: Cluster, name: str) -> IntArray:
     """Ids in a plan, after a check that it is a plan of this dataset on this cluster."""
-    ids = np.asarray([i for m in plan.micro_batches for i in m.sample_ids], dtype=np.int64)
+    ids = np.asarray(plan.sample_ids, dtype=np.int64)
     sizes = np.asarray([s for m in plan.micro_batches for s in m.shapes], dtype=np.int64)
     if plan.world_size != cluster.world.world_size:
         raise ValueError(

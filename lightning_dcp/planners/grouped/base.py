@@ -12,7 +12,7 @@ import numpy as np
 from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.lengths import MAX_GROUPS
 from lightning_dcp.plan import IterationPlan, MicroBatch
-from lightning_dcp.planners.assembly import Placement, assemble
+from lightning_dcp.planners.assembly import Placement, micro_batches_of
 from lightning_dcp.planners.bound import lower_bound
 from lightning_dcp.planners.grouped.groups import Groups, with_policy
 from lightning_dcp.planners.options import check_flags, check_integers
@@ -151,7 +151,7 @@ def _assembled(
 ) -> Iterator[MicroBatch]:
     """Micro-batches of the placements for which ``fewest`` is ``few``, in order."""
     chosen = [placement for placement, this in zip(placements, fewest, strict=True) if this == few]
-    return iter(assemble(with_policy(request, policy), chosen).micro_batches)
+    return micro_batches_of(with_policy(request, policy), chosen)
 
 
 def nothing(request: PlanRequest) -> IterationPlan:

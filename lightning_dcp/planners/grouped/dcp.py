@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.plan import IterationPlan
@@ -12,6 +13,7 @@ from lightning_dcp.planners.grouped.accumulation import micro_batches
 from lightning_dcp.planners.grouped.base import Grouped, finish, nothing, padding
 from lightning_dcp.planners.grouped.draw import draw
 from lightning_dcp.planners.grouped.menu import Menus
+from lightning_dcp.planners.options import check_flags
 from lightning_dcp.planners.protocol import PlanRequest
 
 MAX_STEP_FACTOR = 4.0
@@ -22,14 +24,26 @@ MAX_STEP_FACTOR = 4.0
 class _DataCentric(Grouped):
     """The plan of both; they differ in the recomputed layers."""
 
+    _policy: ClassVar[RecomputePolicy]
+
     full_batches: bool = False
 
-    def _plan(self, request: PlanRequest, policy: RecomputePolicy) -> IterationPlan:
+    def __post_init__(self) -> None:
+        Grouped.__post_init__(self)
+        check_flags(self, "full_batches")
+
+    def plan(self, request: PlanRequest) -> IterationPlan:
+        """Draw one optimizer step from the offered samples; the first of them is in it.
+
+        Raises:
+            InfeasibleError: a sample fits no allowed setting.
+            ValueError: world and profile have no size in common.
+        """
         request = padding(request)
         sizes = usable_sp_sizes(request)
         if not len(request.sample_ids):
             return nothing(request)
-        settled, groups = self._settled(request, policy, sizes)
+        settled, groups = self._settled(request, self._policy, sizes)
         limits = request.limits
         accumulate = partial(
             micro_batches,
@@ -66,16 +80,9 @@ class DCPInter(_DataCentric):
             The other options are those of :class:`~lightning_dcp.planners.grouped.base.Grouped`.
     """
 
+    _policy = "full"
+
     name: str = field(default="dcp-inter", init=False)
-
-    def plan(self, request: PlanRequest) -> IterationPlan:
-        """Draw one optimizer step from the offered samples; the first of them is in it.
-
-        Raises:
-            InfeasibleError: a sample fits no allowed setting.
-            ValueError: world and profile have no size in common.
-        """
-        return self._plan(request, "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +94,6 @@ class DCPIntra(_DataCentric):
     and these are compared by throughput (Eq. 1).
     """
 
+    _policy = "auto"
+
     name: str = field(default="dcp-intra", init=False)
-
-    def plan(self, request: PlanRequest) -> IterationPlan:
-        """Draw one optimizer step from the offered samples; the first of them is in it.
-
-        Raises:
-            InfeasibleError: a sample fits no allowed setting.
-            ValueError: world and profile have no size in common.
-        """
-        return self._plan(request, "auto")

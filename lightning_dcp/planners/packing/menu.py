@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
 from lightning_dcp.interpolation import MAX_VALUE
-from lightning_dcp.planners.assembly import shortest
+from lightning_dcp.planners.assembly import common_sp_sizes, shortest
 from lightning_dcp.planners.protocol import InfeasibleError, Limits, PlanRequest
 from lightning_dcp.terms import Terms
 
@@ -144,13 +144,7 @@ def packed_sp_sizes(request: PlanRequest) -> tuple[int, ...]:
             "packing=True and exact_shapes=True: packed rows are filled up to a multiple of the group, which this "
             "model does not bear; use packing=False"
         )
-    sizes = tuple(p for p in request.world.sp_sizes if p in request.cost.sp_sizes)
-    if not sizes:
-        raise ValueError(
-            f"the world has groups of {request.world.sp_sizes} ranks, the profile has sequence-parallel sizes "
-            f"{request.cost.sp_sizes}; profile at least one size of the world"
-        )
-    return sizes
+    return common_sp_sizes(request.world, request.cost)
 
 
 def row_tokens(limits: Limits, sp_size: int) -> int:

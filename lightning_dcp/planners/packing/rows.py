@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dcp.cost import IntArray, Settings
+from lightning_dcp.plan import loads_of
 from lightning_dcp.planners.packing.kinds import Kind, Kinds
 
 
@@ -62,10 +63,7 @@ class Rows:
         self.tokens = self.capacity(self.kind) - total(kinds.lengths[:-1])
         self.bytes = kinds.room[self.kind] - total(kinds.bytes[own])
         time = np.where(self.count > 0, total(kinds.times[own]) + kinds.fixed[self.kind], 0)
-        edges = np.zeros(self.kinds.menu.request.world.world_size + 1, dtype=np.int64)
-        np.add.at(edges, self.first, time)
-        np.add.at(edges, self.first + self.size, -time)
-        self.loads = np.cumsum(edges[:-1])
+        self.loads = loads_of(kinds.menu.request.world.world_size, self.first, self.size, time)
 
     def swap(self, given: IntArray, source: IntArray, taken: IntArray, target: IntArray) -> Swap:
         """What exchanges would change; the arguments are broadcast against each other.

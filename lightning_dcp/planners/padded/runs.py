@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dcp.cost import INFEASIBLE, IntArray
-from lightning_dcp.plan import IterationPlan
+from lightning_dcp.plan import IterationPlan, loads_of
 from lightning_dcp.planners.assembly import Placement, assemble, raise_micro_batches, settings_within
 from lightning_dcp.planners.padded.pour import Item
 from lightning_dcp.planners.padded.samples import Samples
-from lightning_dcp.planners.padded.schedule import loads_of
 from lightning_dcp.planners.protocol import PlanRequest
 
 

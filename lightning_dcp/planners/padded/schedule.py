@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lightning_dcp.cost import IntArray
 from lightning_dcp.planners.padded.pour import Item
 from lightning_dcp.topology import Block
 
@@ -59,11 +58,3 @@ class Schedule:
         """Busy nanoseconds of the busiest rank of a group."""
         first, size = block
         return int(self.loads[first] if size == 1 else self.loads[first : first + size].max())
-
-
-def loads_of(world_size: int, first_rank: IntArray, sp_size: IntArray, nanoseconds: IntArray) -> IntArray:
-    """Busy nanoseconds per rank, shape ``[W]``, of micro-batches ``[m]``."""
-    edges = np.zeros(world_size + 1, dtype=np.int64)
-    np.add.at(edges, first_rank, nanoseconds)
-    np.subtract.at(edges, first_rank + sp_size, nanoseconds)
-    return np.cumsum(edges[:-1])
