@@ -22,10 +22,13 @@ from lightning_dcp.callback import DCPCallback
 from lightning_dcp.checkpoint import Section, plan_settings
 from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.data.batch import Batch, DCPBatch
+from lightning_dcp.data.evaluation import evaluation_loaders
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.data.saved import SIZES
+from lightning_dcp.data.takeover import taken_over
 from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
 from lightning_dcp.execution import LossReduction, LossSettings
+from lightning_dcp.logged import weighted_logs
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners import Planner, create
 from lightning_dcp.preparation import Settings, Site, prepare
@@ -35,8 +38,8 @@ from lightning_dcp.running import RunningStrategy
 from lightning_dcp.sequence_parallel.context import LossWeighting
 from lightning_dcp.upstream import (
     check_closure,
+    convert_loaders,
     set_closure_loss,
-    set_log_batch_size,
     skip_zero_grad,
     steps_pass_transfer_hooks,
     train_loader,
@@ -141,7 +144,13 @@ class DCPStrategy(RunningStrategy):
         callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DCPCallback) for callback in callbacks):
             callbacks.insert(0, DCPCallback())
+        convert_loaders(module.trainer, self._convert)
         super().setup_environment()
+
+    def _convert(self, loaders: Any, hook: str) -> Any:
+        """What the Trainer's loops run over in the place of what a user's hook returned."""
+        trainer = self._need(self.lightning_module, "lightning_module").trainer
+        return (taken_over if hook == "train_dataloader" else evaluation_loaders)(loaders, trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Build the engine; when fitting, also groups, self-check, profile and the loader's planner."""
@@ -260,9 +269,8 @@ class DCPStrategy(RunningStrategy):
         def run(index: int, micro_batch: MicroBatch | None) -> None:
             if index:
                 skip_zero_grad(closure)
-            if micro_batch is not None:
-                set_log_batch_size(trainer, micro_batch.batch_size)
-            closure()
+            with weighted_logs(trainer, micro_batch.batch_size if micro_batch is not None else 0):
+                closure()
 
         self._last_step = self._need(self._executor, "step").run(item, run)
         loss = torch.tensor(self._last_step.loss)

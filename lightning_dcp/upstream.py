@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from torch import Tensor
 
 from lightning_dcp.data.batch import DCPBatch
@@ -50,11 +51,49 @@ def set_closure_loss(closure: Any, loss: Tensor) -> None:
     closure._result.loss = loss
 
 
-def set_log_batch_size(trainer: pl.Trainer, batch_size: int) -> None:
+def set_log_batch_size(trainer: pl.Trainer, batch_size: float) -> None:
     """Tell ``self.log`` the batch size; Lightning would guess it from the first tensor of the whole step."""
     results = trainer._results
     if results is not None:
-        results.batch_size = batch_size
+        results.batch_size = batch_size  # type: ignore[assignment]
+
+
+class _ConvertedSource(_DataLoaderSource):
+    """Where a loop of the Trainer gets its loaders, with a conversion behind it."""
+
+    def __init__(self, source: _DataLoaderSource, convert: Callable[[Any, str], Any]) -> None:
+        super().__init__(source.instance, source.name)
+        self.convert = convert
+
+    def dataloader(self) -> Any:
+        """What the user gave or a hook returned, converted."""
+        return self.convert(super().dataloader(), self.name)
+
+
+def convert_loaders(trainer: pl.Trainer, convert: Callable[[Any, str], Any]) -> None:
+    """Put a conversion between the user's loaders and the Trainer's loops, for as long as the trainer lives.
+
+    ``process_dataloader`` of a strategy would come too late: the Trainer has put a ``DistributedSampler`` in by then,
+    which gives some samples twice.
+
+    Args:
+        trainer: with its data attached.
+        convert: gets what the user gave or the hook returned, a loader or a collection of them, and the name of the
+            hook (``"train_dataloader"``, ``"val_dataloader"``, ``"test_dataloader"``, ``"predict_dataloader"``).
+    """
+    loops: tuple[Any, ...] = (
+        trainer.fit_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    )
+    for loop in loops:
+        source = loop._data_source
+        if isinstance(source, _ConvertedSource):
+            source.convert = convert
+        else:
+            loop._data_source = _ConvertedSource(source, convert)
 
 
 @contextmanager
