@@ -349,6 +349,11 @@ def _fit_collective(kind: str) -> None:
     _fit(Data(CASE), module=module)
 
 
+@pytest.mark.feature(
+    "Trainer",
+    "`all_gather`, barriers, `sync_dist` with `on_step` inside `training_step`",
+    "refused: ranks run different numbers of micro-batches",
+)
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [("log", "a reduction over all ranks"), ("all_gather", "all_gather"), ("barrier", "a barrier")],
@@ -389,10 +394,12 @@ def _fit_module(kind: str) -> None:
     _fit(Data(case), case, module=kinds[kind](case))
 
 
+@pytest.mark.feature("Trainer", "parameters without a dimension", "refused: shape `(1,)`")
 def test_a_parameter_without_a_dimension_is_named(pool: Pool) -> None:
     _raised(pool, "['temperature'] have no dimension", _fit_module, 2, "scalar")
 
 
+@pytest.mark.feature("Trainer", "several optimizers", "refused: one optimizer with several groups")
 def test_several_optimizers(pool: Pool) -> None:
     _raised(pool, "more than one optimizer", _fit_module, 2, "two")
 

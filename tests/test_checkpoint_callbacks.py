@@ -170,6 +170,14 @@ def files(folder: Path) -> dict[str, str | None]:
     return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else None for p in found}
 
 
+@pytest.mark.feature(
+    "Callbacks",
+    "`ModelCheckpoint`",
+    "`monitor` min and max, `save_top_k`, `every_n_epochs`, `every_n_train_steps`, `train_time_interval`, "
+    '`save_on_train_epoch_end`, `save_last` true and `"link"`, `save_weights_only`: the same files as on '
+    "one device",
+)
+@pytest.mark.feature("Trainer", '`test(ckpt_path="best")`')
 def test_model_checkpoint_in_every_mode(pool: Pool, tmp_path: Path) -> None:
     """The same files under the same names, with the weights of the same steps; the best one is the one tested."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -191,6 +199,8 @@ def test_model_checkpoint_in_every_mode(pool: Pool, tmp_path: Path) -> None:
     assert outcome.tested != pytest.approx(float(outcome.weights["net.heads.1.weight"].sum()), rel=1e-3)
 
 
+@pytest.mark.feature("Callbacks", "`EMAWeightAveraging`")
+@pytest.mark.feature("Callbacks", "`StochasticWeightAveraging`", "without batch norm")
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_averaged_weights(pool: Pool, tmp_path: Path, kind: str) -> None:
     """Averages, their checkpoints and a run that resumes with them."""
@@ -213,6 +223,7 @@ def test_averaged_weights(pool: Pool, tmp_path: Path, kind: str) -> None:
         assert all(torch.equal(resumed.weights[n], value) for n, value in outcome.weights.items())
 
 
+@pytest.mark.feature("Callbacks", "`EMAWeightAveraging`")
 def test_averages_of_bf16_weights(pool: Pool, tmp_path: Path) -> None:
     """The average and the float32 masters of the current weights each come back."""
     whole = pool.run(fit, 2, tmp_path / "a", "ema", None, precision="bf16-mixed", timeout=120.0)[0]
@@ -231,6 +242,9 @@ def _fit_async(folder: Path) -> Outcome:
     return fit(folder, "ema", None, plugins=[AsyncCheckpointIO()])
 
 
+@pytest.mark.feature(
+    "Checkpoints", "`AsyncCheckpointIO`", "`ModelCheckpoint` removes an old file before the new one is on the disk"
+)
 def test_a_plugin_that_writes_in_the_background(pool: Pool, tmp_path: Path) -> None:
     pool.run(_fit_async, 2, tmp_path / "async", timeout=120.0)
     pool.run(fit, 2, tmp_path / "plain", "ema", None, timeout=120.0)

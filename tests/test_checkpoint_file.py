@@ -40,6 +40,9 @@ def run_on(ranks: int, **kwargs: Any) -> Run:
     return Run(case=case, **kwargs)
 
 
+@pytest.mark.feature(
+    "Checkpoints", "resume on another number of ranks", "the same samples to come; weights equal up to rounding"
+)
 def test_another_number_of_ranks_trains_on(pool: Pool, tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#19585, pytorch/pytorch#65650, meta-pytorch/torchft#292: 4, 2, 1 and 4 ranks one
     after the other end as one process does, and no sample is lost or repeated.
@@ -62,6 +65,7 @@ def test_another_number_of_ranks_trains_on(pool: Pool, tmp_path: Path) -> None:
     assert read(path)["optimizer_states"][0]["param_groups"][0]["lr"] == ended.rates[0]
 
 
+@pytest.mark.feature("Checkpoints", "`trainer.save_checkpoint` after a fit")
 @pytest.mark.parametrize(("precision", "module"), [("32-true", Rich), ("bf16-mixed", RichAdam)])
 def test_loading_and_saving_changes_no_bit(pool: Pool, tmp_path: Path, precision: str, module: type[Rich]) -> None:
     """Weights, float32 masters and optimizer state, from 3 ranks to others; saved after the end of a fit."""
@@ -142,6 +146,9 @@ def test_other_ranks_hold_no_copy(pool: Pool, tmp_path: Path) -> None:
     assert second == (True, [[]])
 
 
+@pytest.mark.feature(
+    "Checkpoints", "files of other strategies", '`Trainer(strategy="auto")` resumes from ours, we from its'
+)
 def test_plain_lightning_resumes_from_it_and_it_from_plain_lightning(pool: Pool, tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#15834: one file for every strategy, momentum and schedule included."""
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"

@@ -98,6 +98,11 @@ class Lonely(pl.Callback):
             trainer.save_checkpoint(self.path, weights_only=True)
 
 
+@pytest.mark.feature(
+    "Checkpoints",
+    "`save_checkpoint` on one rank only",
+    "refused after `DCPStrategy(timeout=...)`: every rank has to call it",
+)
 def test_saving_on_one_rank_only_is_said(pool: Pool, tmp_path: Path) -> None:
     """huggingface/transformers#48569: a sentence instead of a hang, and no file; also where nothing is gathered."""
     path = str(tmp_path / "x.ckpt")
@@ -128,6 +133,7 @@ def _error_of(run: Run) -> str:
     return "saved"
 
 
+@pytest.mark.feature("Checkpoints", "`save_checkpoint` inside `training_step`", "refused")
 def test_saving_inside_a_micro_batch_is_refused(pool: Pool, tmp_path: Path) -> None:
     for text in pool.run(_error_of, 2, Run(module=SaveInside, save=str(tmp_path / "x.ckpt")), timeout=60.0):
         assert "trainer.save_checkpoint was called inside training_step" in text

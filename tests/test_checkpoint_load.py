@@ -83,6 +83,11 @@ print(module.hparams.lr, other.hparams.lr, float(module.net.heads[1].weight.doub
 """
 
 
+@pytest.mark.feature(
+    "Checkpoints",
+    "`load_from_checkpoint`",
+    "also on a machine without DeepSpeed, with other hyperparameters, with `weights_only=True`",
+)
 @pytest.mark.launch
 def test_a_checkpoint_of_the_command_line_opens_without_deepspeed(pool: Pool, tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#15834, #20068: it holds values, and no live strategy or planner."""
@@ -111,6 +116,7 @@ def _warm_start(path: str) -> Ended:
     return train(Run(module=Loaded, steps=2))
 
 
+@pytest.mark.feature("Checkpoints", "warm start from the weights alone")
 def test_warm_start_with_other_hyperparameters(pool: Pool, tmp_path: Path) -> None:
     """Weights alone from a file of weights; a fit that wants all of the run from it is refused by Lightning."""
     path = str(tmp_path / "w.ckpt")
@@ -161,6 +167,7 @@ def _draw(run: Run) -> list[tuple[float, float, float]]:
     return draws.seen
 
 
+@pytest.mark.feature("Checkpoints", "global random numbers", "go on where the number of ranks is the same")
 def test_random_numbers_go_on(pool: Pool, tmp_path: Path) -> None:
     """Of each rank, where the number of ranks is the same."""
     path = str(tmp_path / "3.ckpt")
@@ -252,6 +259,9 @@ def _evaluate_and_save(run: Run, path: str) -> None:
     trainer.save_checkpoint(path)
 
 
+@pytest.mark.feature(
+    "Checkpoints", "`trainer.save_checkpoint` after a fit", "also after a validation that followed"
+)
 def test_saving_after_a_validation(pool: Pool, tmp_path: Path) -> None:
     """The masters, the optimizer's state and the position in the data of the fit are still known."""
     case = replace(CASE, precision="bf16-mixed")

@@ -30,6 +30,9 @@ class NoTraining(Rich):
         return super().optimizer([*groups, {"params": [self.frozen]}])
 
 
+@pytest.mark.feature(
+    "Checkpoints", "DeepSpeed's folders", "refused: the message says how to get the weights out of one"
+)
 def test_what_cannot_be_resumed_is_refused_by_every_rank(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "2.ckpt"
     pool.run(train, 2, Run(steps=2, save=str(path)), timeout=60.0)
@@ -141,6 +144,12 @@ class RichNorm(Rich):
         self.norm = torch.nn.BatchNorm1d(2)
 
 
+@pytest.mark.feature(
+    "Trainer",
+    "optimizers that are not element-wise (`Adafactor`, LAMB, ...), `Adagrad`",
+    "refused: use AdamW, SGD, ...",
+)
+@pytest.mark.feature("Callbacks", "`StochasticWeightAveraging`", "refused with a batch norm")
 @pytest.mark.parametrize(
     ("module", "callbacks", "sentence"),
     [

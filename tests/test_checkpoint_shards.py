@@ -117,6 +117,7 @@ def _save_blockwise(path: str) -> list[str]:
     return messages
 
 
+@pytest.mark.feature("Checkpoints", "state of quantised optimizers", "refused: save the weights alone")
 def test_a_state_that_cannot_be_divided_is_refused(pool: Pool, tmp_path: Any) -> None:
     for messages in pool.run(_save_blockwise, 2, str(tmp_path / "x.ckpt"), timeout=60.0):
         assert "The state of Blockwise cannot be saved by parameter: ['scales']" in messages[0]

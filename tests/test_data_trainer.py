@@ -79,6 +79,7 @@ def test_resume_after_every_step(tmp_path: Path, size: dict[str, Any], late: boo
         assert rest.seen == whole.seen[step:], step
 
 
+@pytest.mark.feature("Trainer", "`estimated_stepping_batches`", "with `global_batch_size`")
 @pytest.mark.parametrize("late", [False, True])
 def test_resume_when_a_schedule_asked_for_the_loader_first(tmp_path: Path, late: bool) -> None:
     """Lightning-AI/pytorch-lightning#20550: the loader's state is dropped when the loader exists already."""
@@ -203,11 +204,13 @@ def test_a_limited_epoch_resumes_in_the_next(tmp_path: Path) -> None:
         assert rest.seen == whole.seen[step:], step
 
 
+@pytest.mark.feature("Trainer", "`overfit_batches`")
 def test_overfitting_repeats_the_first_steps(tmp_path: Path) -> None:
     model = _fit(tmp_path, SIZES[0], overfit_batches=2)
     assert [_flat(steps) for steps in model.epochs().values()] == [list(range(8))] * EPOCHS
 
 
+@pytest.mark.feature("Trainer", "`reload_dataloaders_every_n_epochs`")
 def test_reloaded_loaders_go_on(tmp_path: Path) -> None:
     """A loader that is asked for anew in each epoch stands at that epoch and keeps the counters."""
     for size in SIZES:
@@ -240,6 +243,9 @@ def test_counters_of_samples_and_tokens_survive_a_checkpoint(tmp_path: Path) -> 
         assert state["consumed_tokens"] == sum(LENGTHS[i] for i in ids)
 
 
+@pytest.mark.feature(
+    "Trainer", "`estimated_stepping_batches`", "refused where the number of steps is not known: set `max_steps`"
+)
 def test_schedule_over_an_unknown_number_of_steps_is_refused_with_advice(tmp_path: Path) -> None:
     class Unbound(BindingStrategy):
         def process_dataloader(self, dataloader: object) -> object:

@@ -140,6 +140,9 @@ def _scheduled_everywhere() -> list[Any]:
     ]
 
 
+@pytest.mark.feature(
+    "Trainer", "`estimated_stepping_batches`", "refused where the number of steps is not known: set `max_steps`"
+)
 def test_a_schedule_over_an_unknown_number_of_steps_is_refused_with_advice(pool: Pool) -> None:
     """Also where a size is given: without the planner's word the loader would answer with a number of fixed steps."""
     without_size, with_size, with_steps = pool.run(_scheduled_everywhere, 1, timeout=100.0)[0]

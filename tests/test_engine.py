@@ -93,6 +93,7 @@ def _assert_close(results: list[list[torch.Tensor]], reference: list[torch.Tenso
             assert torch.allclose(value, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.feature("Trainer", "parameters without a gradient on some ranks or in some steps")
 @pytest.mark.parametrize("scale", [1.0, 64.0])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_uneven_ranks_unused_heads_and_an_empty_rank(pool: Pool, clip: float, scale: float) -> None:
@@ -162,6 +163,7 @@ def test_an_abandoned_step_leaves_nothing(pool: Pool) -> None:
         assert all(torch.allclose(v, p, atol=1e-6) for v, p in zip(values, model.parameters(), strict=True))
 
 
+@pytest.mark.feature("Trainer", "offloading to CPU or NVMe", "refused")
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [

@@ -156,6 +156,7 @@ TWO_RANKS = Case(world_size=2, samples=10, batch=4, steps=-1, masked="none", lr=
 UNEVEN = Script((3, 1), (1, 1), samples=10)
 
 
+@pytest.mark.feature("Trainer", "schedules per step", "one move per optimizer step")
 def test_counters_schedules_and_logging_follow_optimizer_steps(pool: Pool) -> None:
     """Lightning-AI/pytorch-lightning#21534, #831, #1476, #5680, #19779, #21491; deepspeedai/DeepSpeed#8183."""
     results = pool.run(_fit, 2, TWO_RANKS, UNEVEN, max_epochs=2, limit_val_batches=0, timeout=120.0)
@@ -175,6 +176,7 @@ def test_counters_schedules_and_logging_follow_optimizer_steps(pool: Pool) -> No
     assert results[0]["consumed"] == results[1]["consumed"]
 
 
+@pytest.mark.feature("Trainer", "`max_epochs`, `max_steps`", "in optimizer steps")
 @pytest.mark.parametrize("max_steps", [1, 3, 4])
 def test_max_steps_counts_optimizer_steps(pool: Pool, max_steps: int) -> None:
     """Lightning-AI/pytorch-lightning#4193."""
@@ -182,12 +184,14 @@ def test_max_steps_counts_optimizer_steps(pool: Pool, max_steps: int) -> None:
     assert [r["global_step"] for r in results] == [max_steps, max_steps]
 
 
+@pytest.mark.feature("Trainer", "`limit_train_batches`, `fast_dev_run`")
 @pytest.mark.parametrize(("kwargs", "steps"), [({"limit_train_batches": 2}, 2), ({"fast_dev_run": 1}, 1)])
 def test_limits_of_the_trainer(pool: Pool, kwargs: dict[str, Any], steps: int) -> None:
     results = pool.run(_fit, 2, TWO_RANKS, UNEVEN, **{"max_epochs": 1, **kwargs}, timeout=120.0)
     assert [r["global_step"] for r in results] == [steps, steps]
 
 
+@pytest.mark.feature("Trainer", "`val_check_interval`", "number or share, in optimizer steps")
 @pytest.mark.parametrize(("interval", "steps", "expected"), [(2, 4, [2, 4]), (0.5, 4, [2, 4]), (1.0, 3, [3])])
 def test_validation_falls_between_steps(pool: Pool, interval: float, steps: int, expected: list[int]) -> None:
     """Lightning-AI/pytorch-lightning#12205, #19740: uneven ranks enter validation together, at whole steps."""
@@ -203,6 +207,7 @@ def test_validation_falls_between_steps(pool: Pool, interval: float, steps: int,
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), "validated in mid-step"
 
 
+@pytest.mark.feature("Callbacks", "`ModelCheckpoint`", "`every_n_train_steps` counts optimizer steps")
 def test_checkpoints_by_optimizer_steps(pool: Pool, tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#17903."""
     pool.run(_fit_checkpoints, 2, str(tmp_path), timeout=120.0)
@@ -259,6 +264,7 @@ def _fit_logged() -> list[tuple[dict[str, float], int]]:
     return logger.calls
 
 
+@pytest.mark.feature("Callbacks", "`LearningRateMonitor`")
 def test_one_axis_for_all_loggers(pool: Pool) -> None:
     """Lightning-AI/pytorch-lightning#5405."""
     calls = pool.run(_fit_logged, 2, timeout=120.0)[0]
@@ -366,6 +372,7 @@ def test_gradients_of_a_short_last_step(pool: Pool) -> None:
     assert pool.run(_fit_constant, 1, timeout=120.0) == [[-1.0, -2.0, -3.0]]
 
 
+@pytest.mark.feature("Trainer", "`CSVLogger`")
 def test_the_logged_loss_of_a_run_equals_a_single_process(pool: Pool, tmp_path: Path) -> None:
     """The CSV file that a user looks at holds the exact mean of each step."""
     case = Case(world_size=2, seed=3, steps=4)
@@ -448,6 +455,11 @@ def _fit_wrapped_closure() -> None:
         make_trainer(make_strategy(case), case, devices=1).fit(_WrappedClosure(case), datamodule=Data(case))
 
 
+@pytest.mark.feature(
+    "Trainer",
+    "`optimizer_step` override that wraps the closure",
+    "refused: call `optimizer.step(closure=optimizer_closure)`",
+)
 def test_a_wrapped_closure_is_refused_since_it_would_clear_gradients(pool: Pool) -> None:
     pool.run(_fit_wrapped_closure, 1, timeout=60.0)
 

@@ -118,6 +118,7 @@ class _DressedSingle(_Dressed, SingleProcess):
     """The same in one process."""
 
 
+@pytest.mark.feature("Trainer", "parameter groups, frozen and tied parameters")
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_groups_frozen_tied_and_foreign_parameters(pool: Pool, clip: float | None) -> None:
     case = Case(seed=60, clip=clip)
@@ -140,6 +141,7 @@ def _fit_in_parts(parts: Sequence[int]) -> tuple[list[float], dict[str, torch.Te
     return module.losses, weights_of(module)
 
 
+@pytest.mark.feature("Trainer", "a second fit of the same module")
 def test_a_second_fit_goes_on_with_a_clean_module(pool: Pool) -> None:
     """An epoch of three steps and then two more are five steps: the first engine leaves nothing behind."""
     whole = pool.run(_fit_in_parts, 2, [5], timeout=120.0)

@@ -56,6 +56,9 @@ def _distance(a: Result, b: Result) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
+@pytest.mark.feature(
+    "Trainer", '`precision="bf16-true"`, `"bf16-mixed"`', "as near to float32 as a single process in bf16"
+)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_bf16_is_as_near_to_float32_as_a_single_process(pool: Pool, precision: str) -> None:
     case = Case(world_size=RANKS, precision=precision, steps=1, samples=32, batch=32, masked="none", lr=2.0)

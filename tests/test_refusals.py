@@ -39,16 +39,22 @@ def _refused(sentence: str, module: pl.LightningModule | None = None, **kwargs: 
     assert not dist.is_initialized(), "refused too late: a process group exists"
 
 
+@pytest.mark.feature("Trainer", "`accumulate_grad_batches`", "refused: set `DCPDataModule(global_batch_size=...)`")
 def test_accumulation() -> None:
     """Lightning-AI/pytorch-lightning#19891."""
     _refused(r"accumulate_grad_batches=4.*only 1 is allowed.*global_batch_size", accumulate_grad_batches=4)
 
 
+@pytest.mark.feature("Trainer", "manual optimization", "refused: return the loss")
 def test_manual_optimization() -> None:
     """Lightning-AI/pytorch-lightning#7970."""
     _refused("automatic_optimization=False.*automatic optimization only", _Manual())
 
 
+@pytest.mark.feature("Callbacks", "`BatchSizeFinder`", "refused")
+@pytest.mark.feature("Callbacks", "`ThroughputMonitor`", "refused: `DCPCallback` reports throughput")
+@pytest.mark.feature("Callbacks", "`LearningRateFinder`", "refused: look for the rate on one device")
+@pytest.mark.feature("Callbacks", "`GradientAccumulationScheduler`", "refused: the planner chooses")
 @pytest.mark.parametrize(
     ("callback", "name"),
     [
@@ -62,17 +68,20 @@ def test_callbacks(callback: Callable[[], pl.Callback], name: str) -> None:
     _refused(f"callback {name} cannot be used with DCPStrategy: .*Remove the callback", callbacks=[callback()])
 
 
+@pytest.mark.feature("Trainer", '`precision="16-mixed"`, `"16-true"`', "refused")
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 def test_precisions(precision: str) -> None:
     _refused(f"precision='{precision}'.*allowed are", precision=precision)
 
 
+@pytest.mark.feature("Trainer", '`precision="64-true"`', "refused")
 def test_double_precision_is_refused_by_lightning() -> None:
     with pytest.raises(ValueError, match="64-true"):
         make_trainer(DCPStrategy(), CASE, devices=1, precision="64-true")
     assert "64-true" not in SUPPORTED_PRECISIONS
 
 
+@pytest.mark.feature("Trainer", "ZeRO stages 2 and 3, `overlap_comm`", "refused")
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -134,6 +143,7 @@ def test_a_config_file(tmp_path: Path) -> None:
         DCPStrategy(deepspeed_config=tmp_path / "list.json")
 
 
+@pytest.mark.feature("Trainer", '`strategy="dcp"`')
 def test_by_name() -> None:
     trainer = pl.Trainer(strategy="dcp", accelerator="cpu", devices=1, logger=False)
     assert isinstance(trainer.strategy, DCPStrategy)
@@ -141,6 +151,7 @@ def test_by_name() -> None:
     assert StrategyRegistry.available_strategies().count("dcp") == 1
 
 
+@pytest.mark.feature("Trainer", "`pytorch_lightning`", "refused: use `lightning`")
 @pytest.mark.launch
 def test_the_other_package_is_refused() -> None:
     """``pytorch_lightning`` is a separate class tree; its Trainer must not take our strategy half-way."""

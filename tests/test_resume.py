@@ -21,6 +21,9 @@ from tests.pool import Pool
 from tests.resuming import CASE, EPOCHS, STEPS, Momentum, Trace, fingerprint, run
 
 
+@pytest.mark.feature(
+    "Checkpoints", "resume within an epoch", "bit-equal on the same number of ranks, with workers too"
+)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_after_any_step_is_bit_equal(pool: Pool, tmp_path: Path, workers: int) -> None:
     """Sources of the faults: Lightning-AI/pytorch-lightning#20550, #11029; lhotse-speech/lhotse#417;
@@ -128,6 +131,12 @@ def _fit_saving(folder: Path | None, resume: Path | None, limits: dict[str, int]
     return fingerprint(module), trace.steps, trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
 
 
+@pytest.mark.feature(
+    "Checkpoints",
+    "`trainer.save_checkpoint` from a callback's hook",
+    "after a batch, a validation, an epoch, the fit",
+)
+@pytest.mark.feature("Trainer", "`max_epochs`, `max_steps`", "a fit that ends within an epoch goes on there")
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8, "max_epochs": -1}], ids=["epochs", "steps"])
 def test_wherever_it_was_saved_the_rest_is_trained(pool: Pool, tmp_path: Path, limit: dict[str, int]) -> None:
     """Lightning alone drops the rest of an epoch that max_steps ends, and cuts the epoch that follows a whole one."""

@@ -98,6 +98,7 @@ def _twice() -> list[Any]:
     return seen
 
 
+@pytest.mark.feature("Trainer", "`fit`, `validate` and `fit` again with one Trainer")
 def test_fit_validate_and_fit_again(pool: Pool) -> None:
     """Lightning-AI/pytorch-lightning#21903: a second fit measures anew and trains."""
     for first, second, validated, steps in pool.run(_twice, 2, timeout=150.0):
@@ -133,6 +134,7 @@ def _clipped(clip: float) -> list[float]:
     return norms.norms
 
 
+@pytest.mark.feature("Trainer", "`gradient_clip_val` by norm", "of the whole gradient, over all ranks")
 @pytest.mark.parametrize("clip", [0.1, 1e6])
 def test_clipping_happens_once_after_all_micro_batches(pool: Pool, clip: float) -> None:
     """simchowitzlabpublic/nano-world-model#22, huggingface/transformers#9168."""
