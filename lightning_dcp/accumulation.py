@@ -18,7 +18,7 @@ from lightning_dcp.execution import MicroBatchRunner, RunningMicroBatch, StepOut
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.records import StepRecord
 from lightning_dcp.seeding import seed_from
-from lightning_dcp.timing import SpanClock
+from lightning_dcp.timing import SpanClock, StepClock, times_of_all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +66,10 @@ class StepExecutor:
         transfer: moves a collated micro-batch to the device, with the user's hooks.
         rank: global rank.
         device: device of this rank.
+        waited: seconds that were spent in the loader so far.
+
+    Attributes:
+        clock: tells where the time between two steps goes.
     """
 
     def __init__(
@@ -77,8 +81,10 @@ class StepExecutor:
         transfer: Callable[[Batch], Batch],
         rank: int,
         device: torch.device,
+        waited: Callable[[], float],
     ) -> None:
         self.runner = runner
+        self.clock = StepClock(device, waited)
         self._engine = engine
         self._agreement = agreement
         self._transfer = transfer
@@ -208,14 +214,18 @@ class StepExecutor:
             except Exception as error:  # user hooks: whatever they raise must reach all ranks
                 problems = [f"counting the items of a batch failed: {type(error).__name__}: {error}"]
         digest = seed_from(item.plan.iteration.digest(), item.epoch, item.step) % 2**40
-        return self._agreement.begin(digest, items, problems)
+        self.clock.arrived()
+        total = self._agreement.begin(digest, items, problems)
+        self.clock.begun()
+        return total
 
     def _vote(self, item: DCPBatch, clock: SpanClock) -> StepRecord:
         spans = clock.spans()
         busy = sum(end - start for start, end in spans)
         tally = self._tally
+        summands = (tally.count, tally.loss_sum, *self.clock.before_vote().summands(busy))
         try:
-            totals = self._agreement.end((tally.count, tally.loss_sum, busy), tally.masks_differ, tally.problems)
+            totals = self._agreement.end(summands, tally.masks_differ, tally.problems)
         except StepError as agreed:
             self._engine.abandon()
             if tally.error is not None:
@@ -230,6 +240,7 @@ class StepExecutor:
         if totals.count != self._expected and totals.count > 0:
             # training_step counted otherwise than loss_items: the weights used N = expected, the truth is the vote's.
             self._engine.scale_gradients(self._expected / totals.count)
+        self.clock.voted()
         seconds = clock.elapsed()
         world = self._agreement.world_size
         return StepRecord(
@@ -240,7 +251,8 @@ class StepExecutor:
             count=totals.count,
             spans=spans,
             seconds=seconds,
-            idle_ratio=max(0.0, 1.0 - totals.busy_seconds / (world * seconds)) if seconds > 0 else 0.0,
+            idle_ratio=max(0.0, 1.0 - totals.seconds[0] / (world * seconds)) if seconds > 0 else 0.0,
+            times=times_of_all(totals.seconds, seconds, world),
         )
 
     def _zero(self) -> Tensor:

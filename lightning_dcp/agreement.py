@@ -32,12 +32,12 @@ class StepTotals:
     Attributes:
         count: items that the ranks answered for.
         loss_sum: sum of the losses of all items.
-        busy_seconds: seconds spent in micro-batches.
+        seconds: of what the ranks timed, in the order in which it was given.
     """
 
     count: float
     loss_sum: float
-    busy_seconds: float
+    seconds: tuple[float, ...]
 
 
 class Agreement:
@@ -84,23 +84,23 @@ class Agreement:
         """Called by every rank once per step, after its last backward and before the gradients are reduced.
 
         Args:
-            totals: count, loss sum and busy seconds of this rank.
+            totals: count, loss sum and any number of timed seconds of this rank.
             masks_differ: above zero where the ranks of a group disagreed on an attention mask; on the device.
             problems: reasons why this rank's gradients are void.
 
         Raises:
             StepError: on all ranks, if any rank has a problem.
         """
-        vector = torch.zeros(5, dtype=torch.float64, device=self._device)
+        vector = torch.zeros(2 + len(totals), dtype=torch.float64, device=self._device)
         vector[0] = float(bool(problems))
         if masks_differ is not None:
             vector[1] = masks_differ.to(torch.float64).sum()
         for index, value in enumerate(totals):
             vector[2 + index] = value
-        failed, differ, count, loss_sum, busy = self._sum(vector)
+        failed, differ, count, loss_sum, *seconds = self._sum(vector)
         if failed or differ:
             self._raise([*problems, *([_MASKS_DIFFER] if differ else [])])
-        return StepTotals(count=count, loss_sum=loss_sum, busy_seconds=busy)
+        return StepTotals(count=count, loss_sum=loss_sum, seconds=tuple(seconds))
 
     def _sum(self, vector: Tensor) -> list[float]:
         if self.world_size > 1:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dcp.agreement import of_all_ranks
@@ -50,17 +51,23 @@ class DCPCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock, since a run that resumes within an epoch starts none, and on rank 0 the file of plans."""
-        self._last_end, self._gaps = time.perf_counter(), GapWatch()
+        self._resume_clock(trainer)
+        self._gaps = GapWatch()
         if self.plans_file is not None and trainer.is_global_zero:
             self.plans_file.parent.mkdir(parents=True, exist_ok=True)
             _keep_lines(self.plans_file, trainer.global_step)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock; what other callbacks do before an epoch is no time of a step."""
-        self._last_end = time.perf_counter()
+        self._resume_clock(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on with the clock; validation is no time of a step."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._resume_clock(trainer)
+
+    def _resume_clock(self, trainer: pl.Trainer) -> None:
+        trainer.strategy.clock.resume()  # type: ignore[attr-defined]
         self._last_end = time.perf_counter()
 
     def on_train_batch_end(

@@ -19,6 +19,7 @@ from lightning_dcp.preparation import Prepared, Settings
 from lightning_dcp.profile import Profile
 from lightning_dcp.records import StepRecord
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
+from lightning_dcp.timing import StepClock
 
 T = TypeVar("T")
 
@@ -68,6 +69,11 @@ class RunningStrategy(CheckpointedStrategy):
     def last_step(self) -> StepRecord:
         """Record of the last finished step."""
         return self._need(self._last_step, "last_step")
+
+    @property
+    def clock(self) -> StepClock:
+        """Where the time between two steps goes."""
+        return self._need(self._executor, "clock").clock
 
     @property
     def consumed_samples(self) -> int:

@@ -191,6 +191,7 @@ class DCPStrategy(RunningStrategy):
             transfer=self._transfer,
             rank=self.global_rank,
             device=self.root_device,
+            waited=lambda: loader.waited_seconds,
         )
         if self._resumed is not None:
             loader.load_state_dict(self._resumed.loader)
@@ -258,6 +259,7 @@ class DCPStrategy(RunningStrategy):
         check_closure(closure)
         item: DCPBatch = self._need(self._item, "step")
         result = super().optimizer_step(optimizer, lambda: self._accumulate(item, closure), model, **kwargs)
+        self.clock.updated()
         loader = self._need_loader()
         loader.mark_consumed(item)
         self._last_step = replace(self.last_step, stray=loader.stray.mean, stray_max=loader.stray.maximum)

@@ -39,20 +39,20 @@ def test_every_rank_raises_with_all_reasons(pool: Pool) -> None:
     assert answers == ["rank 1: disk on fire\nrank 2: no such file"] * 3
 
 
-def _end(problems: list[list[str]], differ: list[float | None]) -> tuple[float, float, float] | str:
+def _end(problems: list[list[str]], differ: list[float | None]) -> tuple[float, float, tuple[float, ...]] | str:
     rank = dist.get_rank()
     masks = None if differ[rank] is None else torch.tensor(differ[rank])
     try:
         totals = Agreement(dist.get_world_size(), CPU).end(
-            (torch.tensor(2), torch.tensor(0.5, dtype=torch.float64), 0.25), masks, problems[rank]
+            (torch.tensor(2), torch.tensor(0.5, dtype=torch.float64), 0.25, 1.0), masks, problems[rank]
         )
     except StepError as error:
         return str(error)
-    return totals.count, totals.loss_sum, totals.busy_seconds
+    return totals.count, totals.loss_sum, totals.seconds
 
 
 def test_totals(pool: Pool) -> None:
-    assert pool.run(_end, 3, [[]] * 3, [None, 0.0, None]) == [(6.0, 1.5, 0.75)] * 3
+    assert pool.run(_end, 3, [[]] * 3, [None, 0.0, None]) == [(6.0, 1.5, (0.75, 3.0))] * 3
 
 
 def test_masks_that_differ_are_an_error_everywhere(pool: Pool) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -77,6 +79,8 @@ class DCPLoader:
         self.options = options or LoaderOptions()
         self.started = False
         """Whether a step was asked for since the loader was made."""
+        self.waited_seconds = 0.0
+        """Seconds spent in ``next`` so far: reading, collating and planning that were not ready in time."""
         self._context: PlanningContext | None = None
         self._reader = Reader(dataset=dataset, collate=hooks.collate, seed=sampler.seed)
         self._feed: Iterator[Task] = iter(())
@@ -124,6 +128,11 @@ class DCPLoader:
     def consumed_tokens(self) -> int:
         """Tokens trained on since the first epoch, without padding, on all ranks."""
         return self.sampler.consumed_tokens
+
+    @property
+    def refused_ids(self) -> IntArray:
+        """Positions of the samples of the dataset that are never trained on, ascending."""
+        return np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         """Steps of an epoch.
@@ -214,6 +223,13 @@ class _Steps:
         return self
 
     def __next__(self) -> DCPBatch:
+        start = time.perf_counter()
+        try:
+            return self._step()
+        finally:
+            self._loader.waited_seconds += time.perf_counter() - start
+
+    def _step(self) -> DCPBatch:
         if self._readings is None:
             self._readings = self._loader._open(self, self._planned)
             self._version = self._loader.sampler.version
