@@ -111,6 +111,8 @@ class StepExecutor:
         self._engine.begin()
         self._tally = _Tally(device=self._device)
         self._expected = max(self._agree(item, mine), 1.0)
+        # Here all ranks are known to hold the same plan, and none is inside a micro-batch.
+        self.runner.groups.ensure({m.sp_size for m in item.plan.iteration.micro_batches})
         clock = SpanClock(self._device)
         for index, micro_batch in enumerate(mine):
             with clock.span():

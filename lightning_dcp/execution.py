@@ -148,8 +148,8 @@ class MicroBatchRunner:
             step: step of the epoch; with the samples and the rank in the group it seeds dropout.
             counted: what :meth:`count_unsharded` gave; counting on a device would wait for it.
         """
-        context = self._context(micro_batch, batch, epoch)
-        group = context.group
+        group = self.groups.of(micro_batch.first_rank, micro_batch.sp_size)
+        context = self._context(micro_batch, batch, epoch, group)
         with ExitStack() as stack:
             stack.enter_context(activate(context))
             if group.size > 1:
@@ -193,15 +193,19 @@ class MicroBatchRunner:
         return float(share), counted.numel() == 0 or bool((counted == counted[0]).all())
 
     def count_unsharded(self, micro_batch: MicroBatch, batch: Batch) -> tuple[float, bool]:
-        """:meth:`count` of this rank's shard of a micro-batch that is not running yet; nothing is communicated."""
-        context = self._context(micro_batch, batch, epoch=0)
+        """:meth:`count` of this rank's shard of a micro-batch that is not running yet; nothing is communicated.
+
+        The group need not exist yet: its rank and size are enough.
+        """
+        group = self.groups.shape_of(micro_batch.first_rank, micro_batch.sp_size)
+        context = self._context(micro_batch, batch, 0, group)
         with activate(context):
             return self.count(self.hooks.shard(batch, context.group), context)
 
-    def _context(self, micro_batch: MicroBatch, batch: Batch, epoch: int) -> MicroBatchContext:
+    def _context(self, micro_batch: MicroBatch, batch: Batch, epoch: int, group: SPGroup) -> MicroBatchContext:
         """What code inside the micro-batch may ask about it."""
         return MicroBatchContext(
-            group=self.groups.of(micro_batch.first_rank, micro_batch.sp_size),
+            group=group,
             sample_ids=micro_batch.sample_ids,
             shapes=micro_batch.shapes,
             padded_shape=micro_batch.padded_shape,

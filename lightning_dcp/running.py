@@ -109,6 +109,13 @@ class RunningStrategy(CheckpointedStrategy):
         self._prepared = self._executor = self._profile = None
         self._loader = self._item = self._last_step = None
 
+    def teardown(self) -> None:
+        """Destroy the groups after an orderly end; after an error another rank may be inside an exchange."""
+        module = self.lightning_module
+        if self._prepared is not None and module is not None and not module.trainer.interrupted:
+            self._prepared.groups.close()
+        super().teardown()
+
     # --- inside a micro-batch -----------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -180,6 +180,7 @@ class DCPStrategy(RunningStrategy):
             ranks_per_node=self.num_processes,
             device=self.root_device,
             precision=str(trainer.precision),
+            timeout=self._timeout,
         )
         settings = self.resumed_settings(self._settings, site, engine.module, loader.shapes)
         self._prepared = prepare(settings, site, engine.module, loader, self._transfer)

@@ -61,9 +61,11 @@ def load(micro_batch: MicroBatch) -> Batch:
 
 
 def runner_of(module: torch.nn.Module, world: World) -> MicroBatchRunner:
+    groups = ProcessGroups(world.blocks)
+    groups.ensure()
     return MicroBatchRunner(
         module=module,
-        groups=ProcessGroups(world.blocks),
+        groups=groups,
         recompute=RecomputeSwitch(find_families(module)),
         hooks=Hooks(),
         seed=5,

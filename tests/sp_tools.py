@@ -18,7 +18,9 @@ from lightning_dcp.topology import laminar_blocks
 def world_group() -> SPGroup:
     """One group of all ranks."""
     size = dist.get_world_size()
-    return ProcessGroups([(0, size)]).of(0, size)
+    groups = ProcessGroups([(0, size)])
+    groups.ensure()
+    return groups.of(0, size)
 
 
 def groups_of_this_rank() -> Iterator[SPGroup]:
@@ -26,6 +28,7 @@ def groups_of_this_rank() -> Iterator[SPGroup]:
     size = dist.get_world_size()
     blocks = laminar_blocks(size, range(1, size + 1), size)
     groups = ProcessGroups(blocks)
+    groups.ensure()
     for first, length in blocks:
         if first <= dist.get_rank() < first + length:
             yield groups.of(first, length)

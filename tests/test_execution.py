@@ -171,9 +171,11 @@ def _step(kind: str) -> dict[str, Any]:
     data = Data(CASE)
     data.setup()
     module = (_Eager if kind == "eager" else Module)(CASE)
+    groups = ProcessGroups([(0, 2), (0, 1), (1, 1)])
+    groups.ensure()
     runner = MicroBatchRunner(
         module=module,
-        groups=ProcessGroups([(0, 2), (0, 1), (1, 1)]),
+        groups=groups,
         recompute=RecomputeSwitch(()),
         hooks=data,
         seed=0,

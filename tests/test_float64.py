@@ -36,9 +36,11 @@ def _gradients(case: Case, sizes: Sequence[int]) -> Gradients:
     module = Module(case).double()
     module.train()
     plan = _plan(case, sizes)
+    groups = ProcessGroups(World.build(case.world_size, sizes).blocks)
+    groups.ensure()
     runner = MicroBatchRunner(
         module=module,
-        groups=ProcessGroups(World.build(case.world_size, sizes).blocks),
+        groups=groups,
         recompute=RecomputeSwitch(find_families(module)),
         hooks=data,
         seed=0,

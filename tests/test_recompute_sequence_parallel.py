@@ -11,15 +11,15 @@ from torch import Tensor
 from lightning_dcp.models.presets import build
 from lightning_dcp.recompute import RecomputeSwitch, find_families
 from lightning_dcp.sequence_parallel.context import MicroBatchContext, activate
-from lightning_dcp.sequence_parallel.groups import ProcessGroups
 from lightning_dcp.sequence_parallel.interception import patched_attention
 from tests.pool import Pool
+from tests.sp_tools import world_group
 
 
 def gradients(depth: int, *, threaded: bool = False) -> tuple[list[Tensor], int]:
     """Gradients of the whole sequence from the shards of all ranks, in float64, and the exchanged calls."""
     size = dist.get_world_size()
-    group = ProcessGroups([(0, size)]).of(0, size)
+    group = world_group()
     torch.manual_seed(1)
     model = build("tiny-1d", dropout=0.2).double()
     ids = torch.arange(24).view(2, 12) % 64

@@ -53,7 +53,7 @@ def prepare(
     loader: DCPLoader,
     transfer: Callable[[Batch], Batch],
 ) -> Prepared:
-    """Find layers and heads, build the groups, check the model and measure it; called by every rank.
+    """Find layers and heads, lay out the groups, check the model and measure it; called by every rank.
 
     The user's module is left bit-equal: weights, buffers, gradients, random numbers, flags and hooks.
 
@@ -83,7 +83,7 @@ def prepare(
     single = runner_over(ProcessGroups([(rank, 1) for rank in range(site.world_size)]))
     sizes = sp_sizes(settings, site, single, loader, load)
     world = World.build(site.world_size, sizes, site.ranks_per_node)
-    groups = ProcessGroups(world.blocks)
+    groups = ProcessGroups(world.blocks, timeout=site.timeout, device=site.device)
     runner = runner_over(groups)
     freedoms = _freedoms(settings, site, runner, world, switch, loader, load)
     world = world.restricted(freedoms.sp_sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -86,3 +87,4 @@ class Site:
     ranks_per_node: int
     device: torch.device
     precision: str
+    timeout: timedelta | None = None

@@ -77,6 +77,7 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
     )
 
     def fresh() -> Profile:
+        runner.groups.ensure(world.sp_sizes)
         return measure(survey, plan_probes(shapes, world.sp_sizes, limits, length_groups), identity)
 
     return fresh() if source is None else load_or_measure(Path(source), wanted, fresh, rank=rank)

@@ -69,6 +69,7 @@ class Bench:
             case: what to run.
             observer: open while this rank runs.
         """
+        self.runner.groups.ensure([case.sp_size])
         member = self.rank in self.block(case.sp_size)
         share = Share()
         if member and case.sp_size > 1:
