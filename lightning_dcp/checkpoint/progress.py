@@ -49,7 +49,8 @@ def resumable(checkpoint: Mapping[str, Any], loader: Mapping[str, Any] | None) -
 def _within_epoch(loader: Mapping[str, Any]) -> bool:
     """Whether some samples of the epoch are consumed and some are not."""
     consumed = loader["position"] + len(loader["beyond"])
-    return bool(0 < consumed < loader["num_samples"])
+    # States from before users' samplers could be taken over say nothing of the epoch: it has each sample once.
+    return bool(0 < consumed < loader.get("epoch_samples", loader["num_samples"]))
 
 
 def _forget_current(progress: Progress) -> None:

@@ -32,6 +32,40 @@ def cut_by_tokens(tokens: IntArray, tokens_per_step: int) -> IntArray:
     return np.asarray(bounds, dtype=np.int64)
 
 
+def cut_by_batches(batches: IntArray, batches_per_step: int) -> IntArray:
+    """Bounds of the steps, where somebody else made batches: each step holds so many of them, the last one the rest.
+
+    Args:
+        batches: number of the batch of each place, ascending.
+        batches_per_step: batches of a step, counted from batch 0.
+    """
+    steps = batches // batches_per_step
+    first = np.flatnonzero(steps[1:] != steps[:-1]) + 1
+    return np.concatenate([[0], first, [len(batches)]]).astype(np.int64) if len(batches) else np.zeros(1, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """What a step holds: at most one of the first three is given; none where a planner draws the steps.
+
+    Attributes:
+        samples: so many samples.
+        tokens: at most so many tokens, see :func:`cut_by_tokens`.
+        batches: so many batches that somebody else made.
+        drop_last: an epoch ends with its last whole step; in samples only.
+    """
+
+    samples: int | None = None
+    tokens: int | None = None
+    batches: int | None = None
+    drop_last: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether steps have a size."""
+        return any(size is not None for size in (self.samples, self.tokens, self.batches))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """The fixed steps of an epoch, or of what was left of it when it was cut.
@@ -75,31 +109,36 @@ class Cutter:
 
     Args:
         order: order of the samples.
-        tokens: tokens of each sample.
-        samples_per_step: samples of a step.
-        tokens_per_step: tokens of a step, where the samples are not given.
+        tokens: tokens of each sample of the dataset.
+        size: what a step holds.
     """
 
-    def __init__(
-        self, order: EpochOrder, tokens: IntArray, samples_per_step: int | None, tokens_per_step: int | None
-    ) -> None:
+    def __init__(self, order: EpochOrder, tokens: IntArray, size: StepSize) -> None:
         self._order = order
         self._tokens = tokens
-        self._samples_per_step = samples_per_step
-        self._tokens_per_step = tokens_per_step
+        self._size = size
         self._whole: tuple[int, Cut] | None = None
+
+    def places(self, epoch: int) -> int:
+        """Places of an epoch that its steps have, from the first on."""
+        places, samples = len(self._order.samples(epoch)), self._size.samples
+        return places - places % samples if self._size.drop_last and samples is not None else places
 
     def whole(self, epoch: int) -> Cut:
         """The steps of a whole epoch; those of the epoch that was asked for last are kept."""
         if self._whole is None or self._whole[0] != epoch:
-            self._whole = epoch, self.rest(epoch, 0, np.arange(len(self._tokens), dtype=np.int64))
+            self._whole = epoch, self.rest(epoch, 0, np.arange(self.places(epoch), dtype=np.int64))
         return self._whole[1]
 
     def rest(self, epoch: int, first_step: int, places: IntArray) -> Cut:
         """The steps of what is left of an epoch, numbered from ``first_step`` on."""
-        if self._samples_per_step is not None:
-            bounds = cut_by_samples(len(places), self._samples_per_step)
+        if self._size.samples is not None:
+            bounds = cut_by_samples(len(places), self._size.samples)
+        elif self._size.batches is not None:
+            batches = self._order.batches(epoch)
+            assert batches is not None
+            bounds = cut_by_batches(batches[places], self._size.batches)
         else:
-            tokens = self._tokens[self._order.samples(epoch)[places]]
-            bounds = cut_by_tokens(tokens, int(self._tokens_per_step or 1))
+            ids = self._order.samples(epoch)[places]
+            bounds = cut_by_tokens(self._tokens[ids % len(self._tokens)], int(self._size.tokens or 1))
         return Cut(first_step=first_step, places=places, bounds=bounds)

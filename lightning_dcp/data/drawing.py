@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -42,10 +43,10 @@ class EpochDraw:
     Args:
         left: places that no step has had; this object takes from it.
         order: sample at each place.
-        places: place of each sample.
+        places: gives the places of samples.
     """
 
-    def __init__(self, left: Remaining, order: IntArray, places: IntArray) -> None:
+    def __init__(self, left: Remaining, order: IntArray, places: Callable[[IntArray], IntArray]) -> None:
         self._left = left
         self._order = order
         self._places = places
@@ -61,4 +62,4 @@ class EpochDraw:
 
     def take(self, ids: IntArray) -> None:
         """A step has drawn these samples."""
-        self._left.take(self._places[ids])
+        self._left.take(self._places(ids))

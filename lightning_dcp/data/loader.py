@@ -19,6 +19,7 @@ from lightning_dcp.data.feeding import Planned, tasks
 from lightning_dcp.data.lengths import check_shapes, dataset_size
 from lightning_dcp.data.planning import PlanningContext, request_of, samples_of
 from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, torch_loader
+from lightning_dcp.data.receipt import Receipt
 from lightning_dcp.data.sampler import StepSampler
 from lightning_dcp.data.sizing import check_size
 from lightning_dcp.plan import IterationPlan, MicroBatch
@@ -82,7 +83,7 @@ class DCPLoader:
         self.waited_seconds = 0.0
         """Seconds spent in ``next`` so far: reading, collating and planning that were not ready in time."""
         self._context: PlanningContext | None = None
-        self._reader = Reader(dataset=dataset, collate=hooks.collate, seed=sampler.seed)
+        self._reader = Reader(dataset=dataset, size=len(self.shapes), collate=hooks.collate, seed=sampler.seed)
         self._feed: Iterator[Task] = iter(())
         self._torch_loader: DataLoader[Reading] | None = None
         self._active: _Steps | None = None
@@ -118,6 +119,15 @@ class DCPLoader:
     def stray(self) -> Stray:
         """How far the last consumed step strayed from the order of the epoch."""
         return self.sampler.stray
+
+    @property
+    def refused_ids(self) -> IntArray:
+        """Samples of the dataset that fit no setting and are left out of every epoch, ascending."""
+        return self.sampler.left_out
+
+    def receipt(self) -> Receipt:
+        """What became of the samples of the running epoch, or of the last one before the next one begins."""
+        return self.sampler.receipt()
 
     @property
     def consumed_samples(self) -> int:

@@ -85,9 +85,7 @@ class DCPDataModule(pl.LightningDataModule):
         multiprocessing_context: str | None = None,
     ) -> None:
         super().__init__()
-        check_batch_size(global_batch_size, global_batch_tokens)
-        self.global_batch_size = global_batch_size
-        self.global_batch_tokens = global_batch_tokens
+        self.global_batch_size, self.global_batch_tokens = check_batch_size(global_batch_size, global_batch_tokens)
         self.eval_batch_size = check_integer("eval_batch_size", eval_batch_size, minimum=1)
         self.shuffle = shuffle
         self.seed = check_integer("seed", seed, minimum=0)

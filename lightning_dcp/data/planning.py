@@ -28,8 +28,9 @@ def plan_step(context: PlanningContext, sample_ids: IntArray, shapes: IntArray) 
 
     Args:
         context: planner and what it needs.
-        sample_ids: samples of the step in the order of the permutation; for a planner that draws, those that it may
-            choose from.
+        sample_ids: samples of the step in the order of the epoch; for a planner that draws, those that it may
+            choose from. A sample that an epoch has again goes by other ids, see
+            :class:`~lightning_dcp.data.order.EpochOrder`.
         shapes: shapes of all samples of the dataset, ``[n, axes]``.
 
     Raises:
@@ -65,7 +66,7 @@ def request_of(context: PlanningContext, sample_ids: IntArray, shapes: IntArray)
     """What a planner is asked; see :func:`plan_step`."""
     return PlanRequest(
         sample_ids=sample_ids,
-        shapes=shapes[sample_ids],
+        shapes=shapes[sample_ids % len(shapes)],
         cost=context.cost,
         world=context.world,
         limits=context.limits,

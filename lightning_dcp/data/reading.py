@@ -50,8 +50,8 @@ class LoaderOptions:
     multiprocessing_context: str | None = None
 
     def __post_init__(self) -> None:
-        check_integer("num_workers", self.num_workers, minimum=0)
-        check_integer("prefetch_steps", self.prefetch_steps, minimum=1)
+        for name, minimum in (("num_workers", 0), ("prefetch_steps", 1)):
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=minimum))
 
 
 class ReadError(RuntimeError):
@@ -79,11 +79,13 @@ class Reader:
 
     Attributes:
         dataset: has ``__getitem__``.
+        size: its number of samples.
         collate: turns samples into a batch.
         seed: seed of the run.
     """
 
     dataset: Any
+    size: int
     collate: Collate
     seed: int
 
@@ -123,7 +125,8 @@ class Reader:
     def _sample(self, sample_id: int, epoch: int) -> Any:
         seed_global(seed_from(self.seed, epoch, sample_id))
         try:
-            return self.dataset[sample_id]
+            # The seed takes the id, so that a sample that the epoch has again is drawn anew; see EpochOrder.
+            return self.dataset[sample_id % self.size]
         except Exception as error:
             raise ReadError(f"sample {sample_id} could not be read: {_describe(error)}") from error
 

@@ -37,6 +37,14 @@ class Remaining:
         left[had - position] = False
         self._gaps: IntArray = np.flatnonzero(left) + position
 
+    @classmethod
+    def without(cls, size: int, had: IntArray) -> Remaining:
+        """All places but those that were had, in whatever order they are given."""
+        left = np.ones(size, dtype=bool)
+        left[had] = False
+        position = int(left.argmax()) if left.any() else size
+        return cls(size, position, np.flatnonzero(~left[position:]) + position)
+
     @property
     def left(self) -> int:
         """Number of places that are left."""

@@ -8,21 +8,21 @@ neither the number of ranks nor the planner nor the profile, so each can resume 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dcp.cost import IntArray
-from lightning_dcp.data.checks import check_batch_size, check_integer
-from lightning_dcp.data.cutting import Cut, Cutter
+from lightning_dcp.data.checks import check_integer
 from lightning_dcp.data.drawing import EpochDraw, Stray
-from lightning_dcp.data.order import EpochOrder
-from lightning_dcp.data.remaining import Remaining
 from lightning_dcp.data.saved import SIZES, STATE_VERSION, Position, changed_steps, check_same
+from lightning_dcp.data.standing import Standing, left_of
+from lightning_dcp.data.steps import Given, Steps
 
 
-class StepSampler:
+class StepSampler(Standing):
     """The steps of an epoch, and what of it was consumed.
 
     A step counts as consumed when :meth:`mark_consumed` is called for it, not when it is drawn: with workers the
@@ -37,6 +37,7 @@ class StepSampler:
         global_batch_tokens: tokens of an optimizer step instead (see
             :func:`~lightning_dcp.data.cutting.cut_by_tokens`). Without either of the two a planner has to draw the
             samples of each step.
+        given: what a user's own sampler or loader decides.
 
     Raises:
         ValueError: the dataset is empty, both sizes are given, or a number is out of range.
@@ -50,87 +51,15 @@ class StepSampler:
         shuffle: bool = True,
         global_batch_size: int | None = None,
         global_batch_tokens: int | None = None,
+        given: Given | None = None,
     ) -> None:
-        check_batch_size(global_batch_size, global_batch_tokens)
-        check_integer("seed", seed, minimum=0)
-        if len(tokens) == 0:
-            raise ValueError("the dataset is empty; training needs at least one sample")
-        self.tokens = np.asarray(tokens, dtype=np.int64)
-        self.seed = seed
-        self.shuffle = shuffle
-        self.global_batch_size = global_batch_size
-        self.global_batch_tokens = global_batch_tokens
+        super().__init__(
+            Steps.of(tokens, (global_batch_size, global_batch_tokens), seed, shuffle, given or Given())
+        )
         self.consumed_samples = 0
         self.consumed_tokens = 0
-        self.version = 0
-        """Counts the jumps (another epoch, another state, another mode); what was drawn before is out of date."""
         self.stray = Stray()
         """How far the last consumed step strayed from the order of the epoch."""
-        self._drawing = not self.has_size
-        self._epoch = self._step = 0
-        self._drawn = False
-        self._left = Remaining(len(self.tokens))
-        self._finished_epoch: int | None = None
-        self._rest: Cut | None = None
-        self._order = EpochOrder(len(self.tokens), seed, shuffle)
-        self._cutter = Cutter(self._order, self.tokens, global_batch_size, global_batch_tokens)
-
-    @property
-    def has_size(self) -> bool:
-        """Whether samples or tokens of a step are given."""
-        return self.global_batch_size is not None or self.global_batch_tokens is not None
-
-    @property
-    def drawing(self) -> bool:
-        """Whether a planner draws the samples of each step; a size that is given does not count then."""
-        return self._drawing
-
-    @drawing.setter
-    def drawing(self, drawing: bool) -> None:
-        if not drawing and not self.has_size:
-            raise ValueError("neither global_batch_size nor global_batch_tokens is given, so steps have no size")
-        self.version += int(drawing != self._drawing)
-        self._drawing = drawing
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the permutation."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Place of the epoch's order before which all samples were consumed."""
-        return self._left.position
-
-    def __len__(self) -> int:
-        """Steps of an epoch.
-
-        Raises:
-            TypeError: the number differs between epochs. Lightning then runs each epoch to its end.
-        """
-        if self.global_batch_size is None and self.shuffle and not self.drawing:
-            raise TypeError(
-                "with global_batch_tokens and shuffle=True the number of steps differs between epochs, so there "
-                "is no length; use num_steps(epoch), Trainer(max_steps=...) or global_batch_size"
-            )
-        return self.num_steps(self._epoch)
-
-    def num_steps(self, epoch: int) -> int:
-        """Steps of one epoch.
-
-        Raises:
-            TypeError: a planner draws them.
-        """
-        if self.drawing:
-            raise TypeError(
-                "the planner draws the samples of each step, so the number of steps is not known before they are "
-                "planned; set Trainer(max_steps=...), or use a planner that plans steps of global_batch_size samples"
-            )
-        return self._cut(epoch).stop
-
-    def samples(self, epoch: int, step: int) -> IntArray:
-        """Sample ids of a fixed step in the order of the permutation."""
-        return self._order.samples(epoch)[self._cut(epoch).places_of(step)]
 
     def __iter__(self) -> Iterator[IntArray]:
         """The sample ids of each fixed step that was not consumed; where to start is decided at the first ``next``."""
@@ -150,7 +79,8 @@ class StepSampler:
 
     def draw(self) -> EpochDraw:
         """What is left of the epoch, for a planner to draw the coming steps from; call it after :meth:`begin`."""
-        return EpochDraw(self._left.copy(), self._order.samples(self._epoch), self._order.places(self._epoch))
+        order, epoch = self._steps.order, self._epoch
+        return EpochDraw(self._left.copy(), order.samples(epoch), partial(order.places, epoch))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; called by Lightning before each one.
@@ -175,12 +105,12 @@ class StepSampler:
         Raises:
             RuntimeError: the step is not one that lies ahead in the current epoch.
         """
-        before = len(self.tokens) - self._left.left
+        before = self._left.size - self._left.left
         try:
             if epoch != self._epoch or step < self._step:
                 raise ValueError(f"the next step is {self._step}")
             if self.drawing:
-                places = self._order.places(epoch)[ids if ids is not None else []]
+                places = self._steps.order.places(epoch, ids if ids is not None else np.zeros(0, np.int64))
                 self._left.take(places)
             else:
                 cut = self._cut(epoch)
@@ -189,12 +119,12 @@ class StepSampler:
                 self._left.take(cut.places[start : cut.start_of(step + 1)])
         except (ValueError, IndexError) as error:
             raise RuntimeError(
-                f"step {step} of epoch {epoch} was marked as consumed, but {before} of {len(self.tokens)} samples of "
+                f"step {step} of epoch {epoch} was marked as consumed, but {before} of {self._left.size} samples of "
                 f"epoch {self._epoch} were consumed already ({error}); mark each step once, in order"
             ) from error
         self.stray = Stray.of(places, before)
         self.consumed_samples += len(places)
-        self.consumed_tokens += int(self.tokens[self._order.samples(epoch)[places]].sum())
+        self.consumed_tokens += self._steps.tokens_of(self._steps.order.samples(epoch)[places])
         self._step, self._finished_epoch = step + 1, None
         if self.drawing:
             self._drawn, self._rest = True, None
@@ -210,7 +140,16 @@ class StepSampler:
             consumed_samples=self.consumed_samples,
             consumed_tokens=self.consumed_tokens,
         )
-        return {"version": STATE_VERSION, **self._identity(), **self._sizes(), **position.to_dict()}
+        identity = {**self._steps.identity(), **self._steps.content(self._epoch)}
+        left_out = {"left_out": self.left_out.tolist()} if len(self.left_out) else {}
+        return {
+            "version": STATE_VERSION,
+            **identity,
+            **self._sizes(),
+            **left_out,
+            **position.to_dict(),
+            "epoch_samples": self._left.size,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken, on any number of ranks and with any planner.
@@ -223,14 +162,16 @@ class StepSampler:
             ValueError: the state belongs to another dataset, seed, order or size of fixed steps, or is damaged. The
                 sentence names the field.
         """
-        check_same(state, {"version": STATE_VERSION, **self._identity()})
+        check_same(state, {"version": STATE_VERSION, **self._steps.identity()})
         saved = Position.from_dict(state)
+        steps = self._steps.as_saved(state, saved.epoch)
         if not self.drawing and any(state.get(name) is not None for name in SIZES):
-            check_same(state, self._sizes())
-        left = self._left_of(saved)
-        message = changed_steps(state, self._sizes())
-        if message is not None:
-            rank_zero_warn(message)
+            check_same(state, steps.sizes())
+        left = left_of(saved, steps, drawing=self.drawing)
+        for message in (changed_steps(state, self._sizes(steps)), steps.followed_instead_of(self._steps)):
+            if message is not None:
+                rank_zero_warn(message)
+        ours, self._steps = self.left_out, steps
         self._go_to(saved.epoch)
         self._left, self._drawn, self._step = left, saved.drawn, saved.step
         if not self.drawing and not saved.drawn:
@@ -238,41 +179,5 @@ class StepSampler:
         self._finished_epoch = saved.epoch if left.left == 0 else None
         self.consumed_samples, self.consumed_tokens = saved.consumed_samples, saved.consumed_tokens
         self.version += 1
-
-    def _left_of(self, saved: Position) -> Remaining:
-        try:
-            left = Remaining(len(self.tokens), saved.position, saved.beyond)
-            regular = saved.drawn or self.drawing or saved.position in self._cutter.whole(saved.epoch).bounds
-            if not regular or (saved.beyond and not saved.drawn):
-                raise ValueError("no fixed step starts there")
-        except ValueError as error:
-            raise ValueError(
-                f"the saved position is {saved.position} with {list(saved.beyond[:5])} beyond it, where no step of "
-                f"epoch {saved.epoch} starts; it was saved by another sampler or over other lengths"
-            ) from error
-        return left
-
-    def _go_to(self, epoch: int) -> None:
-        self._epoch, self._step, self._drawn = epoch, 0, False
-        self._left = Remaining(len(self.tokens))
-        self._rest = self._finished_epoch = None
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "num_samples": len(self.tokens),
-            "num_tokens": int(self.tokens.sum()),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
-
-    def _sizes(self) -> dict[str, int | None]:
-        """What fixes the steps: nothing where a planner draws them, whatever is given."""
-        return {name: None if self.drawing else getattr(self, name) for name in SIZES}
-
-    def _cut(self, epoch: int) -> Cut:
-        """The fixed steps of an epoch; where some of it was drawn, those of what was left then."""
-        if epoch != self._epoch or not self._drawn:
-            return self._cutter.whole(epoch)
-        if self._rest is None:
-            self._rest = self._cutter.rest(epoch, self._step, self._left.places())
-        return self._rest
+        if self._left_out_known:
+            self.leave_out(ours)

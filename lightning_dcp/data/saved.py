@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from lightning_dcp.cost import IntArray
 from lightning_dcp.data.checks import check_integer
 
 STATE_VERSION = 1
 
-SIZES = ("global_batch_size", "global_batch_tokens")
-"""What fixes the content of steps; both are ``None`` where a planner drew it."""
+SIZES = ("global_batch_size", "global_batch_tokens", "batches_per_step")
+"""What fixes the content of steps; all are ``None`` where a planner drew it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +104,22 @@ def changed_steps(state: Mapping[str, Any], sizes: Mapping[str, int | None]) -> 
         f"The steps of the saved run were {then}, those of this run are {now}: the rest of the epoch is trained, each "
         "sample once, but in other steps than the saved run would have made"
     )
+
+
+def left_out_of(state: Mapping[str, Any], size: int) -> IntArray:
+    """Samples that the saved run left out, ascending; states from before samples could be left out have none.
+
+    Args:
+        state: the saved state.
+        size: samples of the dataset.
+
+    Raises:
+        ValueError: they are no samples of the dataset.
+    """
+    saved = state.get("left_out", [])
+    if not isinstance(saved, list):
+        raise ValueError(f"left_out is {saved!r:.50}; it must be a list of samples")
+    samples = np.asarray([check_integer("left_out", sample, minimum=0) for sample in saved], dtype=np.int64)
+    if samples.max(initial=0) >= size:
+        raise ValueError(f"left_out names sample {samples.max()}; the dataset has {size} samples")
+    return samples
