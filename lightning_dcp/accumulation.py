@@ -31,6 +31,7 @@ class _Tally:
     masks_differ: Tensor | None = None
     problems: list[str] = field(default_factory=list)
     error: Exception | None = None
+    counts: list[float | Tensor] = field(default_factory=list)
 
     def fail(self, micro_batch: MicroBatch, error: Exception) -> None:
         """Keep what user code raised until all ranks know of it."""
@@ -41,6 +42,7 @@ class _Tally:
     def add(self, outcome: StepOutcome) -> None:
         # Sums in float64: a long step adds up many values of different size.
         self.count = self.count + _double(outcome.count)
+        self.counts.append(outcome.count)
         self.loss_sum = self.loss_sum + _double(outcome.objective)
 
     def close(self, running: RunningMicroBatch) -> None:
@@ -96,13 +98,13 @@ class StepExecutor:
         self._counted: list[tuple[float, bool]] = []
         self._tally = _Tally(device=device)
 
-    def run(self, item: DCPBatch, closure: Callable[[int, MicroBatch | None], None]) -> StepRecord:
+    def run(self, item: DCPBatch, closure: Callable[[int], None]) -> StepRecord:
         """Train one step up to and including the reduction of the gradients.
 
         Args:
             item: the step.
             closure: runs ``training_step`` (through :meth:`training_step`) and the backward of one micro-batch; it
-                is given its index and plan. A rank without a micro-batch calls it once with ``None``.
+                is given its index. A rank without a micro-batch calls it once.
 
         Raises:
             StepError: on all ranks, if the step is void on any; a rank whose own code failed raises that error.
@@ -120,7 +122,7 @@ class StepExecutor:
             if self._tally.error is not None:
                 break
         if not mine:
-            closure(0, None)
+            closure(0)
         record = self._vote(item, clock)
         self._engine.reduce()
         return record
@@ -150,26 +152,51 @@ class StepExecutor:
         loss = outcome.loss.to(weighted.dtype) + (weighted - weighted.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
-    def refuse_collective(self, name: str) -> bool:
+    @property
+    def counts(self) -> list[float]:
+        """What each micro-batch of the last step counted on this rank; after the vote, which waits for the device."""
+        return [float(count) for count in self._tally.counts]
+
+    def refuse_collective(self, name: str, instead: str = "gather outside of training_step") -> bool:
         """Whether a collective over the world was asked for inside a micro-batch; the step is void then.
 
         Ranks run different numbers of micro-batches, so it would meet another rank's vote.
+
+        Args:
+            name: the call, as the user wrote it.
+            instead: what to write in its place.
         """
         if self._running is None or self._agreement.world_size == 1:
             return False
         self._running.context.failures.append(
             f"{name} was called inside training_step; ranks run different numbers of micro-batches, so no collective "
-            "over all ranks may run there. Log without sync_dist=True on_step=True (the step's exact loss is logged "
-            "under 'loss'), and gather outside of training_step"
+            f"over all ranks may run there. Instead, {instead}"
         )
         return True
+
+    def refuse_log(self, key: str, arguments: Mapping[str, Any]) -> None:
+        """Refuse a ``self.log`` that would reduce over all ranks at each call.
+
+        Args:
+            key: what is logged.
+            arguments: of Lightning's ``log``, with the defaults of the hook filled in.
+        """
+        if not (arguments["sync_dist"] and arguments["on_step"]) or arguments["rank_zero_only"]:
+            return
+        epoch = ", on_epoch=True" if arguments["on_epoch"] else ""
+        self.refuse_collective(
+            f"self.log({key!r}, ..., on_step=True{epoch}, sync_dist=True)",
+            f"write self.log({key!r}, ..., on_step=True, on_epoch=True): the value at each step is the mean over "
+            "this rank's micro-batches, that of the epoch is over all ranks also without sync_dist. The exact mean of "
+            "the loss over all ranks at each step is logged as 'loss' already",
+        )
 
     def _run_one(
         self,
         item: DCPBatch,
         micro_batch: MicroBatch,
         index: int,
-        closure: Callable[[int, MicroBatch | None], None],
+        closure: Callable[[int], None],
     ) -> None:
         try:
             self._train_one(item, micro_batch, index, closure)
@@ -185,14 +212,14 @@ class StepExecutor:
         item: DCPBatch,
         micro_batch: MicroBatch,
         index: int,
-        closure: Callable[[int, MicroBatch | None], None],
+        closure: Callable[[int], None],
     ) -> None:
         batch = self._transfer(item.data[index])
         counted = self._counted[index]
         with self.runner.open(micro_batch, batch, epoch=item.epoch, step=item.step, counted=counted) as running:
             self._running = running
             try:
-                closure(index, micro_batch)
+                closure(index)
             finally:
                 self._running = None
         outcome, self._outcome = self._outcome, None

@@ -28,8 +28,8 @@ from lightning_dcp.data.saved import SIZES
 from lightning_dcp.data.takeover import taken_over
 from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
 from lightning_dcp.execution import LossReduction, LossSettings
-from lightning_dcp.logged import weighted_logs
-from lightning_dcp.plan import MicroBatch
+from lightning_dcp.logged import kept_logs
+from lightning_dcp.logged_epoch import take_over_results
 from lightning_dcp.planners import Planner, create
 from lightning_dcp.preparation import Settings, Site, prepare
 from lightning_dcp.profile import Profile
@@ -145,6 +145,7 @@ class DCPStrategy(RunningStrategy):
         if not any(isinstance(callback, DCPCallback) for callback in callbacks):
             callbacks.insert(0, DCPCallback())
         convert_loaders(module.trainer, self._convert)
+        take_over_results(module.trainer)
         super().setup_environment()
 
     def _convert(self, loaders: Any, hook: str) -> Any:
@@ -268,14 +269,18 @@ class DCPStrategy(RunningStrategy):
 
     def _accumulate(self, item: DCPBatch, closure: Callable[[], Any]) -> torch.Tensor:
         trainer = self._need(self.lightning_module, "lightning_module").trainer
+        executor = self._need(self._executor, "step")
+        with kept_logs(trainer, executor.refuse_log) as results:
+            kept = self._need(results.kept, "step")
 
-        def run(index: int, micro_batch: MicroBatch | None) -> None:
-            if index:
-                skip_zero_grad(closure)
-            with weighted_logs(trainer, micro_batch.batch_size if micro_batch is not None else 0):
+            def run(index: int) -> None:
+                results.part = index
+                if index:
+                    skip_zero_grad(closure)
                 closure()
 
-        self._last_step = self._need(self._executor, "step").run(item, run)
+            self._last_step = executor.run(item, run)
+        results.count_step(kept, executor.counts, self._last_step.count)
         loss = torch.tensor(self._last_step.loss)
         set_closure_loss(closure, loss)
         return loss

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torch import Tensor
 
 from lightning_dcp.data.batch import DCPBatch
@@ -51,11 +57,93 @@ def set_closure_loss(closure: Any, loss: Tensor) -> None:
     closure._result.loss = loss
 
 
-def set_log_batch_size(trainer: pl.Trainer, batch_size: float) -> None:
-    """Tell ``self.log`` the batch size; Lightning would guess it from the first tensor of the whole step."""
-    results = trainer._results
-    if results is not None:
-        results.batch_size = batch_size  # type: ignore[assignment]
+ResultCollection = _ResultCollection
+"""What ``self.log`` writes to; it weights by a batch size that it guesses, and counts a value when it is logged."""
+
+
+class LoggedAs(NamedTuple):
+    """The arguments of ``self.log`` that must be the same at every call of a key; plain values, to be sent."""
+
+    fx: str
+    name: str
+    prog_bar: bool
+    logger: bool
+    on_step: bool
+    on_epoch: bool
+    reduction: str
+    enable_graph: bool
+    add_dataloader_idx: bool
+    dataloader_idx: int | None
+    metric_attribute: str | None
+    sync_dist: bool
+
+    def described(self, is_metric: bool) -> str:
+        """As a user wrote it."""
+        names = ("on_step", "on_epoch", "prog_bar", "logger", "sync_dist")
+        text = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return f"{text}, reduce_fx={self.reduction!r}, {'a metric' if is_metric else 'a value'} in {self.fx}"
+
+
+def logged_as(meta: Any) -> LoggedAs:
+    """What a key was logged with, out of Lightning's own record of it."""
+    return LoggedAs(
+        fx=meta.fx,
+        name=meta.name,
+        prog_bar=meta.prog_bar,
+        logger=meta.logger,
+        on_step=meta.on_step,
+        on_epoch=meta.on_epoch,
+        reduction=meta.reduce_fx.__name__,
+        enable_graph=meta.enable_graph,
+        add_dataloader_idx=meta.add_dataloader_idx,
+        dataloader_idx=meta.dataloader_idx,
+        metric_attribute=meta.metric_attribute,
+        sync_dist=meta.sync.should,
+    )
+
+
+def new_result(arguments: LoggedAs, trainer: pl.Trainer, *, is_tensor: bool) -> Any:
+    """An empty result, as Lightning would make it at the first call of ``self.log`` with these arguments."""
+    plain = arguments._asdict()
+    sync_dist, reduction = plain.pop("sync_dist"), plain.pop("reduction")
+    meta = _Metadata(**plain, reduce_fx=reduction)
+    meta.sync = _Sync(_should=sync_dist, fn=trainer.strategy.reduce)
+    return _ResultMetric(meta, is_tensor)
+
+
+def replace_results(trainer: pl.Trainer, kind: type[ResultCollection]) -> None:
+    """Give every loop that logs another collection of results; the Trainer makes its own with the loops, once.
+
+    Args:
+        trainer: before its loops run.
+        kind: class of the collections; where a loop has one already it is kept.
+    """
+    loops: tuple[Any, ...] = (
+        trainer.fit_loop.epoch_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+    )
+    for loop in loops:
+        if not isinstance(loop._results, kind):
+            loop._results = kind(training=loop._results.training)
+
+
+def on_epoch_end(trainer: pl.Trainer, call: Callable[[pl.Trainer], None]) -> None:
+    """Have something called on every rank when the steps of an epoch are done, before any hook reads their results.
+
+    No hook of the strategy or of a callback stands there: callbacks before ours could read the results first.
+    """
+    connector = trainer._logger_connector
+    if "epoch_end_reached" in vars(connector):
+        return
+    original = connector.epoch_end_reached
+
+    def reached() -> None:
+        original()
+        call(trainer)
+
+    connector.epoch_end_reached = reached  # type: ignore[method-assign]
 
 
 class _ConvertedSource(_DataLoaderSource):

@@ -356,7 +356,11 @@ def _fit_collective(kind: str) -> None:
 )
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [("log", "a reduction over all ranks"), ("all_gather", "all_gather"), ("barrier", "a barrier")],
+    [
+        ("log", r"self.log('x', ..., on_step=True, sync_dist=True)"),
+        ("all_gather", "all_gather"),
+        ("barrier", "a barrier"),
+    ],
 )
 def test_a_collective_of_the_world_inside_a_micro_batch_is_an_error(pool: Pool, kind: str, sentence: str) -> None:
     _raised(pool, f"{sentence} was called inside training_step", _fit_collective, 2, kind)

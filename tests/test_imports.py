@@ -20,6 +20,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("callback", "preparation", "profiling", "checkpoint", "selfcheck"),
     ("accumulation",),
     ("execution",),
+    ("logged_epoch",),
     ("logged",),
     ("upstream", "portable"),
     ("data", "recompute", "sequence_parallel", "metrics", "models"),

@@ -13,13 +13,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_dcp.data.batch import DCPBatch, StepPlan
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.upstream import (
     set_closure_loss,
-    set_log_batch_size,
     skip_zero_grad,
     steps_pass_transfer_hooks,
 )
@@ -41,17 +39,6 @@ def test_the_loss_that_callbacks_see() -> None:
     closure()
     set_closure_loss(closure, torch.tensor(5.0))
     assert float(closure.consume_result().asdict()["loss"]) == 5.0
-
-
-def test_the_batch_size_of_self_log() -> None:
-    results = _ResultCollection(training=True)
-    results.batch = [torch.zeros(7, 3)]
-    trainer = pl.Trainer(accelerator="cpu", logger=False)
-    trainer.fit_loop.epoch_loop._results = results
-    trainer.state.stage = "train"  # type: ignore[assignment]
-    set_log_batch_size(trainer, 3)
-    results.log("training_step", "x", torch.tensor(2.0), on_step=False, on_epoch=True)
-    assert float(results["training_step.x"].cumulated_batch_size) == 3
 
 
 def test_whole_steps_pass_the_transfer_hook() -> None:

@@ -1,0 +1,152 @@
+"""The values of an epoch: one gather in the place of Lightning's reductions key by key.
+
+Lightning reduces each key that was logged with ``sync_dist`` on its own, in the order of the calls on each rank. A rank
+that never had a micro-batch, or that logged other keys, would leave the others waiting or mix keys up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_dcp.agreement import StepError, of_all_ranks
+from lightning_dcp.logged import Results
+from lightning_dcp.upstream import LoggedAs, logged_as, new_result, on_epoch_end, replace_results
+
+
+class Entry(NamedTuple):
+    """What one rank holds of a key at the end of an epoch.
+
+    Attributes:
+        logged_as: the arguments it was logged with.
+        is_metric: a torchmetrics object, which adds up over ranks by itself.
+        total: sum of the weighted values (mean), or the sum, least or largest value; ``None`` where nothing counted.
+        weight: what they count together.
+        wide: logged in float64.
+        uncounted: it was logged, though with weight 0.
+    """
+
+    logged_as: LoggedAs
+    is_metric: bool
+    total: float | None
+    weight: float
+    wide: bool
+    uncounted: bool
+
+
+def take_over_results(trainer: pl.Trainer) -> None:
+    """Let a trainer's loops add up by weight, and agree over all ranks at the end of each epoch.
+
+    Args:
+        trainer: under a strategy that knows its world.
+    """
+    replace_results(trainer, Results)
+    on_epoch_end(trainer, agree)
+
+
+def agree(trainer: pl.Trainer) -> None:
+    """Give every key of a finished epoch its value over all ranks, on every rank; one small gather, by every rank.
+
+    Keys that were logged without ``sync_dist`` too: ranks hold different numbers of items, so the mean of one rank
+    says nothing, and a callback that watches it would decide differently on each.
+
+    Raises:
+        StepError: on all ranks, if two of them logged a key with different arguments.
+    """
+    results = trainer._results
+    if not isinstance(results, Results):
+        return
+    everyones = of_all_ranks(_mine(results), trainer.world_size)
+    keys = list(dict.fromkeys(key for entries in everyones for key in entries))
+    for key in keys:
+        held = {rank: entries[key] for rank, entries in enumerate(everyones) if key in entries}
+        _check_alike(held)
+        first = next(iter(held.values()))
+        if key not in results:
+            results[key] = new_result(first.logged_as, trainer, is_tensor=not first.is_metric)
+        if first.is_metric:
+            _join(results[key], trainer, first.logged_as.metric_attribute)
+        else:
+            _settle(results, key, list(held.values()), trainer.strategy.root_device)
+    # In one order on all ranks, since a torchmetrics object communicates when it is computed.
+    ordered = {key: results[key] for key in [*keys, *(key for key in results if key not in keys)]}
+    results.clear()
+    results.update(ordered)
+
+
+def _mine(results: Results) -> dict[str, Entry]:
+    """What this rank holds of every key that has a value per epoch and is not rank 0's alone."""
+    entries = {}
+    for key, result in results.items():
+        meta = result.meta
+        if (
+            not meta.on_epoch
+            or meta.sync.rank_zero_only
+            or meta.sync.group is not None
+            or result._computed is not None
+        ):
+            continue
+        is_metric, counted = not result.is_tensor, result.update_called
+        if is_metric and not counted:
+            continue
+        weighted = meta.is_mean_reduction and not is_metric
+        entries[key] = Entry(
+            logged_as=logged_as(meta),
+            is_metric=is_metric,
+            total=float(result.value) if counted and not is_metric else None,
+            weight=float(result.cumulated_batch_size) if counted and weighted else float(counted),
+            wide=key in results.wide,
+            uncounted=key in results.uncounted,
+        )
+    return entries
+
+
+def _check_alike(held: dict[int, Entry]) -> None:
+    first_rank, first = next(iter(held.items()))
+    for rank, entry in held.items():
+        if (entry.logged_as, entry.is_metric) != (first.logged_as, first.is_metric):
+            raise StepError(
+                f"self.log({first.logged_as.name!r}) was called with different arguments on the ranks: rank "
+                f"{first_rank} has {first.logged_as.described(first.is_metric)}, rank {rank} has "
+                f"{entry.logged_as.described(entry.is_metric)}. Log a key with the same arguments on all ranks"
+            )
+
+
+def _settle(results: Results, key: str, held: Sequence[Entry], device: torch.device) -> None:
+    """Give a key its value over all ranks, or none where no call of it counted on any rank."""
+    result = results[key]
+    counted = [entry for entry in held if entry.total is not None]
+    if not counted:
+        result.has_reset = True
+        if any(entry.uncounted for entry in held):
+            rank_zero_warn(
+                f"self.log({result.meta.name!r}) was called in this epoch only where nothing counts (shards without a "
+                "valid label); the key has no value for the epoch"
+            )
+        return
+    totals = [entry.total for entry in counted if entry.total is not None]
+    operation = counted[0].logged_as.reduction
+    if operation == "mean":
+        value = sum(totals) / sum(entry.weight for entry in counted)
+    else:
+        value = sum(totals) if operation == "sum" else _extreme(operation, totals)
+    dtype = torch.float64 if any(entry.wide for entry in held) else torch.float32
+    result._computed = torch.tensor(value, dtype=dtype, device=device)
+    result.has_reset = False
+
+
+def _extreme(operation: str, values: Sequence[float]) -> float:
+    """As torch takes it: NaN where any value is."""
+    return float(getattr(torch.tensor(values, dtype=torch.float64), operation)())
+
+
+def _join(result: Any, trainer: pl.Trainer, attribute: str | None) -> None:
+    """Let this rank compute a torchmetrics object of others too, though it may have added nothing to it."""
+    if not result.update_called and attribute is not None:
+        result.value = trainer.lightning_module.get_submodule(attribute)
+        result._update_count = 1
+    result.has_reset = False
