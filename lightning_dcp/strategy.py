@@ -72,8 +72,12 @@ class DCPStrategy(RunningStrategy):
         self_check: compare plans on two real samples before the first step; ``"strict"`` raises where a freedom
             has to be switched off.
         deepspeed_config: DeepSpeed settings, or a JSON file of them, laid over ours.
-        accelerator, parallel_devices, cluster_environment, precision_plugin, process_group_backend, timeout: as in
-            Lightning's ``DeepSpeedStrategy``.
+        accelerator: as in Lightning's ``DeepSpeedStrategy``; the Trainer sets it.
+        parallel_devices: as in Lightning's ``DeepSpeedStrategy``; the Trainer sets them.
+        cluster_environment: as in Lightning's ``DeepSpeedStrategy``.
+        precision_plugin: as in Lightning's ``DeepSpeedStrategy``; the Trainer sets it.
+        process_group_backend: as in Lightning's ``DeepSpeedStrategy``.
+        timeout: longest time that a collective may take, after which the run ends with an error.
 
     Raises:
         ValueError: an argument is out of range; the message says what is allowed.
@@ -83,7 +87,7 @@ class DCPStrategy(RunningStrategy):
 
     def __init__(  # noqa: PLR0913 - what users set, by name
         self,
-        planner: str | Planner = "balanced",
+        planner: Planner | str = "balanced",
         *,
         sp_sizes: Sequence[int] | None = None,
         max_batch_size: int | None = None,

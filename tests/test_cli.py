@@ -408,7 +408,7 @@ def test_every_command_has_help_in_its_list_and_of_its_own(name: str, capsys: py
     assert (code, name in out, COMMANDS[name].help in " ".join(out.split())) == (0, True, True)
     code, out, _ = call(name, "--help", capsys=capsys)
     assert (code, f"usage: lightning-dcp {name}" in out) == (0, True)
-    assert callable(import_module(COMMANDS[name].module).run)
+    assert callable(getattr(import_module(COMMANDS[name].module), COMMANDS[name].function))
 
 
 @pytest.mark.parametrize(("arguments", "code"), [((), 2), (("fly",), 2), (("--version",), 0), (("--help",), 0)])

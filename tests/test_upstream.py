@@ -11,6 +11,7 @@ from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
@@ -19,6 +20,7 @@ from lightning_dcp.plan import IterationPlan
 from lightning_dcp.upstream import (
     set_closure_loss,
     skip_zero_grad,
+    sort_types,
     steps_pass_transfer_hooks,
 )
 
@@ -53,6 +55,23 @@ def test_whole_steps_pass_the_transfer_hook() -> None:
         assert module._on_before_batch_transfer({"x": 1}, dataloader_idx=0) == "moved"
         assert original(step, 0) == "moved"
     assert "_on_before_batch_transfer" not in module.__dict__
+
+
+def test_the_order_of_types_on_a_command_line() -> None:
+    """The faults are still there, and the cure works; without the faults it can go."""
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(pl.Trainer, "trainer")
+    words = ["--trainer.limit_val_batches=1", "--trainer.strategy=lightning.pytorch.strategies.DDPStrategy"]
+    before = parser.parse_args(words).trainer
+    assert type(before.limit_val_batches) is float
+    assert isinstance(before.strategy, str)
+    sort_types(parser)
+    after = parser.parse_args(words).trainer
+    assert type(after.limit_val_batches) is int
+    assert after.strategy.class_path == "lightning.pytorch.strategies.DDPStrategy"
+    others = parser.parse_args(["--trainer.limit_val_batches=1.0", "--trainer.strategy=ddp"]).trainer
+    assert type(others.limit_val_batches) is float
+    assert others.strategy == "ddp"
 
 
 def test_names_of_deepspeed() -> None:

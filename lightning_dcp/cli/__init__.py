@@ -1,7 +1,7 @@
 """The command line ``lightning-dcp``.
 
-A command's module is imported when the command is called, and needs a function ``run(arguments) -> int``; so a command
-that needs torch costs the others nothing, and ``--help`` is there at once.
+A command's module is imported when the command is called; so a command that needs torch costs the others nothing, and
+``--help`` is there at once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,30 @@ _INTERRUPTED = 130
 
 
 class Command(NamedTuple):
-    """Where a command lives, and the line that ``--help`` shows for it."""
+    """Where a command lives.
+
+    Attributes:
+        module: where it is imported from.
+        help: the line that ``--help`` shows for it.
+        function: what is called with the words behind the command, and returns the exit code.
+        runs_user_code: it tells by itself wrong input from errors of user code, which keep their traceback.
+    """
 
     module: str
     help: str
+    function: str = "run"
+    runs_user_code: bool = False
+
+
+def _training(name: str, text: str) -> Command:
+    return Command("lightning_dcp.cli.training", text, name, runs_user_code=True)
 
 
 COMMANDS = {
+    "fit": _training("fit", "train a model; with --dry-run show the plans of the first steps and stop"),
+    "validate": _training("validate", "run a model's validation"),
+    "test": _training("test", "run a model's test"),
+    "predict": _training("predict", "run a model's prediction"),
     "audit": Command("lightning_dcp.cli.audit", "the lengths of a dataset in terms of GPU time, on one screen"),
     "simulate": Command(
         "lightning_dcp.cli.simulate", "what planners would reach on a cluster that need not exist"
@@ -48,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
-        return _guarded(words[0], words[1:])
+        return (_run if COMMANDS[words[0]].runs_user_code else _guarded)(words[0], words[1:])
     _parser().parse_args(words)
     return 0
 
@@ -72,9 +89,14 @@ def _parser() -> Parser:
     return parser
 
 
+def _run(name: str, words: Sequence[str]) -> int:
+    command = COMMANDS[name]
+    return int(getattr(import_module(command.module), command.function)(words))
+
+
 def _guarded(name: str, words: Sequence[str]) -> int:
     try:
-        code = int(import_module(COMMANDS[name].module).run(words))
+        code = _run(name, words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

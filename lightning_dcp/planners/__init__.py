@@ -27,6 +27,7 @@ __all__ = [
     "Planner",
     "Replay",
     "Static",
+    "class_path_of",
     "create",
     "lower_bound",
 ]
@@ -44,6 +45,11 @@ _CLASSES: dict[str, type[Planner]] = {
 
 PLANNERS = tuple(_CLASSES)
 """Names that :func:`create` knows."""
+
+
+def class_path_of(name: str) -> str:
+    """Where the class of a planner's name is imported from, as configurations write it."""
+    return f"{__name__}.{_CLASSES[name].__name__}"
 
 
 def create(planner: str | Planner, /, **options: Any) -> Planner:

@@ -31,7 +31,7 @@ class Floating:
             ``global_batch_size`` (see :func:`~lightning_dcp.planners.adapting.for_dataset`).
         max_samples: most samples of a step. ``None``: twice the run's ``global_batch_size``.
         candidates: how many ``N`` are planned for each step.
-        planner: plans the samples of a step.
+        planner: plans the samples of a step; ``None`` for :class:`Balanced`.
 
     Raises:
         ValueError: a bound is out of range, or the planner draws by itself.
@@ -40,7 +40,7 @@ class Floating:
     min_samples: int | None = None
     max_samples: int | None = None
     candidates: int = 8
-    planner: Planner = field(default_factory=Balanced)
+    planner: Planner | None = None
     name: str = field(default="floating", init=False)
     draws: bool = field(default=True, init=False)
 
@@ -52,18 +52,24 @@ class Floating:
             raise ValueError(
                 f"min_samples={least}, max_samples={most}; allowed are integers with min_samples <= max_samples"
             )
-        if not isinstance(self.planner, Planner) or isinstance(self.planner, type):
-            raise ValueError(f"planner={self.planner!r}; allowed are planner objects, such as Balanced()")
-        if self.planner.draws:
+        inner = self.inner
+        if not isinstance(inner, Planner) or isinstance(inner, type):
+            raise ValueError(f"planner={inner!r}; allowed are planner objects, such as Balanced()")
+        if inner.draws:
             raise ValueError(
-                f'planner "{self.planner.name}" draws the samples of a step by itself; give one that plans what it '
+                f'planner "{inner.name}" draws the samples of a step by itself; give one that plans what it '
                 "is given, such as Balanced()"
             )
 
     @property
+    def inner(self) -> Planner:
+        """The planner that it uses."""
+        return Balanced() if self.planner is None else self.planner
+
+    @property
     def lockstep(self) -> bool:
         """As the planner that it uses."""
-        return self.planner.lockstep
+        return self.inner.lockstep
 
     def around(self, samples: int) -> Floating:
         """With bounds where there were none: half and twice this number of samples."""
@@ -82,12 +88,12 @@ class Floating:
             InfeasibleError: a sample fits no allowed setting.
         """
         if not len(request.sample_ids):
-            return self.planner.plan(request)
+            return self.inner.plan(request)
         work = np.cumsum(request.cost.useful_time(request.shapes.prod(axis=1))).tolist()
         best: tuple[int, int, IterationPlan] | None = None
         for count in self._counts(len(request.sample_ids), self.lookahead(request.world)):
             part = replace(request, sample_ids=request.sample_ids[:count], shapes=request.shapes[:count])
-            plan = self.planner.plan(part)
+            plan = self.inner.plan(part)
             time = plan.makespan + request.cost.profile.sync_time
             # Products of Python's integers: no rank can round another way.
             if best is None or work[count - 1] * best[1] > best[0] * time:
