@@ -38,12 +38,19 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout: float = 60.0,
+        patience: float = 10.0,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on ``world_size`` ranks; results in rank order.
 
         ``torch.distributed`` is initialised in the workers, and the environment is that of a torchrun launch,
-        so ``Trainer(devices=world_size)`` works inside.
+        so ``Trainer(devices=world_size)`` works inside. After one rank failed the others get ``patience`` seconds to
+        fail too.
 
         Raises:
             RemoteError: a worker raised.
@@ -58,15 +65,14 @@ class Pool:
             connections = [connection for _, connection in self._workers[:world_size]]
             for connection in connections:
                 connection.send_bytes(task)
-            return self._collect(connections, time.monotonic() + timeout)
+            return self._collect(connections, time.monotonic() + timeout, patience)
 
-    def _collect(self, connections: list[Connection], deadline: float) -> list[Any]:
+    def _collect(self, connections: list[Connection], deadline: float, patience: float) -> list[Any]:
         answers: dict[int, tuple[bool, Any]] = {}
         failed_at: float | None = None
         while len(answers) < len(connections):
             waiting = [c for rank, c in enumerate(connections) if rank not in answers]
-            # After one rank failed the others get a moment to fail too, then the pool is thrown away.
-            limit = deadline if failed_at is None else min(deadline, failed_at + 10.0)
+            limit = deadline if failed_at is None else min(deadline, failed_at + patience)
             ready = wait(waiting, timeout=max(0.0, limit - time.monotonic()))
             if not ready:
                 break

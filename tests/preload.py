@@ -5,10 +5,12 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import deepspeed  # noqa: F401
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - every first engine imports it, for nearly a second
 import lightning  # noqa: F401
 import torch
 
+import lightning_dcp.strategy  # noqa: F401
 from lightning_dcp.engine import skip_cpu_operator
 
 torch.set_num_threads(1)

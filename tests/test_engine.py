@@ -93,7 +93,11 @@ def _assert_close(results: list[list[torch.Tensor]], reference: list[torch.Tenso
             assert torch.allclose(value, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.feature("Trainer", "parameters without a gradient on some ranks or in some steps")
+@pytest.mark.feature(
+    "Trainer",
+    "parameters without a gradient on some ranks or in some steps",
+    "where no rank uses one, momentum and weight decay go on",
+)
 @pytest.mark.parametrize("scale", [1.0, 64.0])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_uneven_ranks_unused_heads_and_an_empty_rank(pool: Pool, clip: float, scale: float) -> None:

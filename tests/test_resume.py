@@ -45,6 +45,22 @@ def test_resuming_after_any_step_is_bit_equal(pool: Pool, tmp_path: Path, worker
         assert resumed[0][0] == resumed[1][0] == whole[0][0], f"resumed after step {step}"
 
 
+@pytest.mark.parametrize(
+    "limit", [{"max_epochs": 3}, {"max_steps": 12, "max_epochs": -1}], ids=["epochs", "steps"]
+)
+def test_a_resumed_run_can_be_resumed(pool: Pool, tmp_path: Path, limit: dict[str, int]) -> None:
+    """Behind the last batch of an epoch Lightning forgets to count the next one, so its files had the wrong epoch."""
+    whole = pool.run(_fit_saving, 1, None, None, limit, timeout=60.0)[0]
+    pool.run(_fit_saving, 1, tmp_path, None, {"max_steps": 4, "max_epochs": -1}, timeout=60.0)
+    first = tmp_path / "4 on_train_batch_end.ckpt"
+    again = tmp_path / "again"
+    assert pool.run(_fit_saving, 1, again, first, limit, timeout=60.0)[0] == (whole[0], whole[1][4:], *whole[2:])
+    for step in (6, 8):
+        for file in again.glob(f"{step} *.ckpt"):
+            resumed = pool.run(_fit_saving, 1, None, file, limit, timeout=60.0)[0]
+            assert resumed == (whole[0], whole[1][step:], *whole[2:]), file.name
+
+
 def _resume_and_listen(folder: str, checkpoint: str, devices: int) -> tuple[Any, int, str]:
     """Result, how often the model was measured, and warnings of the profile."""
     from lightning_dcp.profiling import measure, obtain

@@ -16,6 +16,8 @@ def resumable(checkpoint: Mapping[str, Any], loader: Mapping[str, Any] | None) -
       another strategy has a loader that takes no state, and Lightning would refuse the file.
     - A fit that was stopped within an epoch (``max_steps``, ``max_time``, early stopping) counts the epoch as done
       when it ends. Resumed so, the rest of the epoch would never be trained: it is counted as running instead.
+    - Behind the last batch of an epoch Lightning goes on with the next one without counting that it began, and
+      without ``on_train_epoch_start``. A file of that run would have the wrong epoch: the epoch counts as ended.
     - Behind the end of an epoch the count of its batches is still there. A fit with ``max_steps`` would go on
       counting and end the next epoch after its first batch: the count is set to zero.
 
@@ -29,6 +31,10 @@ def resumable(checkpoint: Mapping[str, Any], loader: Mapping[str, Any] | None) -
     fit: Progress = loops["fit_loop"]
     changed = {**checkpoint, "loops": loops}
     epoch, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
+    if _behind_last_batch(epoch["total"], batches):
+        for progress in epoch.values():
+            progress["processed"] = progress["started"]
+        batches["total"]["completed"] = batches["total"]["processed"]
     ended = epoch["total"]["processed"] == epoch["total"]["started"] > 0
     if ended and batches["is_last_batch"]:
         for progress in epoch.values():
@@ -44,6 +50,13 @@ def resumable(checkpoint: Mapping[str, Any], loader: Mapping[str, Any] | None) -
     if loader is not None:
         fit["state_dict"].pop("combined_loader", None)
     return changed
+
+
+def _behind_last_batch(epoch: Progress, batches: Progress) -> bool:
+    """Whether the last batch of an epoch is trained, and neither a validation nor the epoch's end has followed."""
+    total = batches["total"]
+    trained = total["ready"] == total["processed"] == total["completed"] + 1
+    return bool(batches["is_last_batch"] and trained and epoch["processed"] == epoch["started"] - 1)
 
 
 def _within_epoch(loader: Mapping[str, Any]) -> bool:
