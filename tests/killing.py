@@ -140,13 +140,17 @@ class Killable(Rich):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if self.death is not None and loss.requires_grad:
-            self.death.now("forward")
-            loss.register_hook(lambda _: self.death and self.death.now("backward"))
+            self.tell("forward")
+            loss.register_hook(lambda _: self.tell("backward"))
         return loss
+
+    def tell(self, moment: str) -> None:
+        if self.death is not None:
+            self.death.now(moment)
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = super().optimizer(groups)
-        optimizer.register_step_pre_hook(lambda *_: self.death and self.death.now("optimizer"))
+        optimizer.register_step_pre_hook(lambda *_: self.tell("optimizer"))
         return optimizer
 
 
