@@ -88,7 +88,7 @@ class StepExecutor:
         self.runner = runner
         self.clock = StepClock(device, waited)
         self._engine = engine
-        self._agreement = agreement
+        self.agreement = agreement
         self._transfer = transfer
         self._rank = rank
         self._device = device
@@ -148,7 +148,7 @@ class StepExecutor:
             )
         self._outcome = outcome
         self._tally.add(outcome)
-        weighted = outcome.objective * (self._agreement.world_size / self._expected)
+        weighted = outcome.objective * (self.agreement.world_size / self._expected)
         loss = outcome.loss.to(weighted.dtype) + (weighted - weighted.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
@@ -166,7 +166,7 @@ class StepExecutor:
             name: the call, as the user wrote it.
             instead: what to write in its place.
         """
-        if self._running is None or self._agreement.world_size == 1:
+        if self._running is None or self.agreement.world_size == 1:
             return False
         self._running.context.failures.append(
             f"{name} was called inside training_step; ranks run different numbers of micro-batches, so no collective "
@@ -203,7 +203,7 @@ class StepExecutor:
         except Exception as error:
             # Alone in its group a rank can go on to the vote and tell the others, who would wait for it; a member of
             # a wider group cannot, since its peers are inside an exchange. Wide groups run first, so none follows.
-            if micro_batch.sp_size > 1 or self._agreement.world_size == 1:
+            if micro_batch.sp_size > 1 or self.agreement.world_size == 1:
                 raise
             self._tally.fail(micro_batch, error)
 
@@ -244,7 +244,7 @@ class StepExecutor:
                 problems = [f"counting the items of a batch failed: {type(error).__name__}: {error}"]
         digest = seed_from(item.plan.iteration.digest(), item.epoch, item.step) % 2**40
         self.clock.arrived()
-        total = self._agreement.begin(digest, items, problems)
+        total = self.agreement.begin(digest, items, problems)
         self.clock.begun()
         return total
 
@@ -254,7 +254,7 @@ class StepExecutor:
         tally = self._tally
         summands = (tally.count, tally.loss_sum, *self.clock.before_vote().summands(busy))
         try:
-            totals = self._agreement.end(summands, tally.masks_differ, tally.problems)
+            totals = self.agreement.end(summands, tally.masks_differ, tally.problems)
         except StepError as agreed:
             self._engine.abandon()
             if tally.error is not None:
@@ -271,7 +271,7 @@ class StepExecutor:
             self._engine.scale_gradients(self._expected / totals.count)
         self.clock.voted()
         seconds = clock.elapsed()
-        world = self._agreement.world_size
+        world = self.agreement.world_size
         return StepRecord(
             epoch=item.epoch,
             step=item.step,

@@ -46,10 +46,16 @@ class Agreement:
     Args:
         world_size: number of ranks; with one nothing is communicated.
         device: device of the reduced tensors (CUDA under NCCL).
+
+    Attributes:
+        stop_asked: this rank was told to end the run; set from a signal handler, at any time.
+        stopping: any rank was told so before the running step began; equal on all ranks.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size = world_size
+        self.stop_asked = False
+        self.stopping = False
         self._device = device
 
     def begin(self, digest: int, items: float, problems: Sequence[str]) -> float:
@@ -64,8 +70,9 @@ class Agreement:
             StepError: on all ranks, if any rank has a problem or the digests differ.
         """
         low, high = digest & (2**_HALF - 1), digest >> _HALF
-        mine = [float(bool(problems)), items, low, low * low, high, high * high]
-        failed, total, *sums = self._sum(torch.tensor(mine, dtype=torch.float64))
+        mine = [float(bool(problems)), items, low, low * low, high, high * high, float(self.stop_asked)]
+        failed, total, *sums, stops = self._sum(torch.tensor(mine, dtype=torch.float64))
+        self.stopping = stops > 0
         if failed:
             self._raise(problems)
         # sum(x)^2 = W * sum(x^2) holds exactly when all x are equal (Cauchy-Schwarz), so all ranks see the same

@@ -20,6 +20,7 @@ from lightning_dcp.profile import Profile
 from lightning_dcp.records import StepRecord
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
 from lightning_dcp.timing import StepClock
+from lightning_dcp.upstream import end_by_sigterm, notify_sigterm
 
 T = TypeVar("T")
 
@@ -115,6 +116,28 @@ class RunningStrategy(CheckpointedStrategy):
         if self._prepared is not None and module is not None and not module.trainer.interrupted:
             self._prepared.groups.close()
         super().teardown()
+
+    # --- SIGTERM ------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Take note of SIGTERM, then join the process group."""
+        module = self._need(self.lightning_module, "lightning_module")
+        notify_sigterm(module.trainer, self._ask_to_stop)
+        super().setup_environment()
+
+    def _ask_to_stop(self) -> bool:
+        """Whether the next step tells all ranks; called by the handler of SIGTERM."""
+        module = self.lightning_module
+        if self._executor is None or module is None or not module.trainer.training:
+            return False
+        self._executor.agreement.stop_asked = True
+        return True
+
+    def _stop_if_agreed(self) -> None:
+        """End the run after the step in which all ranks learnt that one of them got SIGTERM."""
+        module = self.lightning_module
+        if self._executor is not None and module is not None and self._executor.agreement.stopping:
+            end_by_sigterm(module.trainer)
 
     # --- inside a micro-batch -----------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.logged import kept_logs
 from lightning_dcp.logged_epoch import take_over_results
 from lightning_dcp.planners import Planner, create
+from lightning_dcp.portable import StartMethod
 from lightning_dcp.preparation import Settings, Site, prepare
 from lightning_dcp.profile import Profile
 from lightning_dcp.refusals import check_parameters, check_trainer, explained_optimizers
@@ -72,6 +73,7 @@ class DCPStrategy(RunningStrategy):
         self_check: compare plans on two real samples before the first step; ``"strict"`` raises where a freedom
             has to be switched off.
         deepspeed_config: DeepSpeed settings, or a JSON file of them, laid over ours.
+        start_method: ``"fork"`` for several processes in a notebook; ``"popen"`` runs the script once for each.
         accelerator: as in Lightning's ``DeepSpeedStrategy``; the Trainer sets it.
         parallel_devices: as in Lightning's ``DeepSpeedStrategy``; the Trainer sets them.
         cluster_environment: as in Lightning's ``DeepSpeedStrategy``.
@@ -103,6 +105,7 @@ class DCPStrategy(RunningStrategy):
         profile: Profile | str | Path | None = None,
         self_check: bool | Literal["strict"] = True,
         deepspeed_config: dict[str, Any] | str | Path | None = None,
+        start_method: StartMethod = "popen",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -129,6 +132,7 @@ class DCPStrategy(RunningStrategy):
         check_config(self._user_config)
         super().__init__(
             settings=settings,
+            start_method=start_method,
             accelerator=accelerator,
             stage=1,
             config={},  # replaced in setup(), when the model and the precision are known
@@ -269,6 +273,7 @@ class DCPStrategy(RunningStrategy):
         loader = self._need_loader()
         loader.mark_consumed(item)
         self._last_step = replace(self.last_step, stray=loader.stray.mean, stray_max=loader.stray.maximum)
+        self._stop_if_agreed()
         return result
 
     def _accumulate(self, item: DCPBatch, closure: Callable[[], Any]) -> torch.Tensor:
@@ -311,11 +316,12 @@ class DCPStrategy(RunningStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make ``Trainer(strategy="dcp")`` work."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(
-                cls.strategy_name, cls, description="Data-Centric Parallel on DeepSpeed ZeRO-1"
-            )
+        """Make ``Trainer(strategy="dcp")`` work, and the names for notebooks."""
+        names = {cls.strategy_name: "popen", "dcp_notebook": "fork", "dcp_fork": "fork"}
+        for name, start_method in names.items():
+            if name not in strategy_registry:
+                text = f"Data-Centric Parallel on DeepSpeed ZeRO-1, processes by {start_method}"
+                strategy_registry.register(name, cls, description=text, start_method=start_method)
 
 
 def _as_tuple(name: str, values: Sequence[Any] | None) -> tuple[Any, ...] | None:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Union, get_args
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -222,3 +224,55 @@ def steps_pass_transfer_hooks(module: pl.LightningModule) -> Iterator[Callable[[
         yield original
     finally:
         module.__dict__.pop("_on_before_batch_transfer", None)
+
+
+def is_interactive() -> bool:
+    """Whether the Trainer takes this for a notebook or another interactive session, where there is no script."""
+    return bool(accelerator_connector._IS_INTERACTIVE)  # type: ignore[attr-defined]
+
+
+class ForkLauncher(_MultiProcessingLauncher):
+    """Runs the Trainer's functions in forked processes; weights and metrics come back from rank 0.
+
+    Args:
+        strategy: whose processes are started.
+        leave: called before each fork; leaves the process group of an earlier fit in this process, of which the
+            forked processes would have a dead copy.
+    """
+
+    def __init__(self, strategy: Any, leave: Callable[[], None]) -> None:
+        super().__init__(strategy, start_method="fork")
+        self._leave = leave
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Fork, run and join."""
+        self._leave()
+        return super().launch(function, *args, **kwargs)
+
+
+def notify_sigterm(trainer: pl.Trainer, asked: Callable[[], bool]) -> None:
+    """Take SIGTERM without Lightning's broadcast in the signal handler.
+
+    Wherever the signal finds a rank, that broadcast meets another collective of the other ranks: they hang or die with
+    an error about sizes. Call it before the Trainer registers its handlers.
+
+    Args:
+        trainer: whose handler is replaced.
+        asked: called when the signal arrives; ``True`` where the strategy tells the other ranks, and ends the run with
+            :func:`end_by_sigterm`. Otherwise this rank ends where Lightning looks next.
+    """
+    connector = trainer._signal_connector
+
+    def notified(signum: int, _frame: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        if not asked():
+            connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = notified  # type: ignore[method-assign,assignment]
+
+
+def end_by_sigterm(trainer: pl.Trainer) -> None:
+    """Let the Trainer raise its ``SIGTERMException`` at the end of the batch; called by all ranks in the same one."""
+    trainer._signal_connector.received_sigterm = True

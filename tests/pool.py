@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["tests.preload"]
+PRELOAD = ["tests.preload"]
 
 
 class RemoteError(AssertionError):
@@ -96,7 +96,7 @@ class Pool:
 
     def _start_worker(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         ours, theirs = context.Pipe()
         # Not daemonic: a worker's DataLoader may start processes of its own.
         process = context.Process(target=_serve, args=(theirs, len(self._workers)))

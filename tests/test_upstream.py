@@ -18,6 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning_dcp.data.batch import DCPBatch, StepPlan
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.upstream import (
+    end_by_sigterm,
+    is_interactive,
+    notify_sigterm,
     set_closure_loss,
     skip_zero_grad,
     sort_types,
@@ -95,3 +98,27 @@ def test_what_we_skip_of_the_parent_is_only_its_check_for_cuda() -> None:
     assert source.count("super().setup_environment()") == 1
     assert len(source.strip().splitlines()) <= 10, "DeepSpeedStrategy.setup_environment does more than it used to"
     assert callable(DDPStrategy.setup_environment)
+
+
+def test_names_for_launching() -> None:
+    """Handlers are looked up on the instance when they are registered, after the strategy joined its process group."""
+    import deepspeed.comm.comm
+    import deepspeed.utils.groups
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+    assert isinstance(is_interactive(), bool)
+    assert deepspeed.utils.groups._WORLD_GROUP is None or deepspeed.comm.comm.cdb is not None
+    assert "[self._sigterm_notifier_fn]" in inspect.getsource(_SignalConnector.register_signal_handlers)
+    run = inspect.getsource(pl.Trainer._run)
+    assert run.index("strategy.setup_environment()") < run.index("register_signal_handlers()")
+    trainer = pl.Trainer(accelerator="cpu", logger=False)
+    answers = iter([True, False])
+    notify_sigterm(trainer, lambda: next(answers))
+    seen = []
+    for _ in range(2):
+        trainer._signal_connector._sigterm_notifier_fn(15, None)  # type: ignore[arg-type]
+        seen.append(trainer.received_sigterm)
+    assert seen == [False, True]
+    other = pl.Trainer(accelerator="cpu", logger=False)
+    end_by_sigterm(other)
+    assert other.received_sigterm
