@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.batch import Batch, UncountedError, labels_of
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.recompute import RecomputeSwitch
 from lightning_dcp.seeding import seed_from
@@ -125,6 +125,7 @@ class MicroBatchRunner:
         self.hooks = hooks
         self.seed = seed
         self.loss = loss or LossSettings()
+        self._uncounted = False
         # Asked now: whoever watches training_step for a while may replace it by something that takes anything.
         step: Callable[..., Any] | None = getattr(module, "training_step", None)
         self._takes_index = step is not None and is_param_in_hook_signature(step, "batch_idx", min_args=2)
@@ -179,12 +180,17 @@ class MicroBatchRunner:
     def count(self, shard: Batch, context: MicroBatchContext) -> tuple[float, bool]:
         """Items (weighted by sample: samples) of a shard, and whether a plain mean over items may stand for it."""
         if self.loss.weighting == "token":
-            items = float(self.hooks.loss_items(shard))
+            try:
+                items = float(self.hooks.loss_items(shard))
+            except UncountedError:
+                # An error only where training_step returns no count of its own; what it logs counts by samples.
+                self._uncounted = True
+                return len(context.sample_ids) / context.group.size, True
             if not 0 <= items < math.inf:
                 raise ValueError(f"loss_items returned {items}; it must be the number of items, 0 or more")
             return items, True
         totals_B = context.items_per_sample_B
-        labels = shard.get(self.loss.labels_key)
+        labels = labels_of(shard, self.loss.labels_key)
         if totals_B is None or not isinstance(labels, Tensor):
             return 0.0, False
         here_B = (labels != self.loss.ignore_index).flatten(1).sum(1).to(totals_B)
@@ -242,6 +248,8 @@ class MicroBatchRunner:
         if mapping and "count" in result:
             count, objective = _checked_count(result["count"]), loss
         else:
+            if self._uncounted:
+                self.hooks.loss_items(running.shard)  # raises, with the ways out
             self._check_plain(running)
             # In float32 at least: the weight of a bf16 loss would be rounded to 8 bits.
             objective = loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._plain_factor(running)
@@ -274,7 +282,7 @@ class MicroBatchRunner:
             )
 
     def _items_per_sample(self, batch: Batch) -> Tensor | None:
-        labels = batch.get(self.loss.labels_key) if self.loss.weighting == "sample" else None
+        labels = labels_of(batch, self.loss.labels_key) if self.loss.weighting == "sample" else None
         if not isinstance(labels, Tensor):
             return None
         return (labels != self.loss.ignore_index).flatten(1).sum(1).to(torch.float64)

@@ -25,7 +25,7 @@ from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.evaluation import evaluation_loaders
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.data.saved import SIZES
-from lightning_dcp.data.takeover import taken_over
+from lightning_dcp.data.takeover import TrainLoaders, check_given
 from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.logged import kept_logs
@@ -39,7 +39,9 @@ from lightning_dcp.running import RunningStrategy
 from lightning_dcp.sequence_parallel.context import LossWeighting
 from lightning_dcp.upstream import (
     check_closure,
+    check_given_loaders,
     convert_loaders,
+    forget_train_loader,
     set_closure_loss,
     skip_zero_grad,
     steps_pass_transfer_hooks,
@@ -142,6 +144,7 @@ class DCPStrategy(RunningStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._train_loaders = TrainLoaders()
 
     # --- setup --------------------------------------------------------------------------------------------------
 
@@ -154,12 +157,16 @@ class DCPStrategy(RunningStrategy):
             callbacks.insert(0, DCPCallback())
         convert_loaders(module.trainer, self._convert)
         take_over_results(module.trainer)
+        self._train_loaders.begin()
+        check_given_loaders(module.trainer, check_given)
         super().setup_environment()
 
-    def _convert(self, loaders: Any, hook: str) -> Any:
+    def _convert(self, ask: Callable[[], Any], hook: str) -> Any:
         """What the Trainer's loops run over in the place of what a user's hook returned."""
         trainer = self._need(self.lightning_module, "lightning_module").trainer
-        return (taken_over if hook == "train_dataloader" else evaluation_loaders)(loaders, trainer)
+        if hook == "train_dataloader":
+            return self._train_loaders(ask, trainer)
+        return evaluation_loaders(ask(), trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Build the engine; when fitting, also groups, self-check, profile and the loader's planner."""
@@ -203,9 +210,13 @@ class DCPStrategy(RunningStrategy):
             device=self.root_device,
             waited=lambda: loader.waited_seconds,
         )
+        if self.is_global_zero:
+            loader.list_left_out(trainer.default_root_dir)
         if self._resumed is not None:
             loader.load_state_dict(self._resumed.loader)
             self._name_changed_steps(self._resumed)
+        # A schedule may have asked for the length of an epoch before it was known what is left out and resumed.
+        forget_train_loader(trainer)
 
     def _name_changed_steps(self, section: Section) -> None:
         """Say that a planner that draws will make other steps than it would have in the run of the checkpoint."""

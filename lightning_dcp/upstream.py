@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_dcp.data.batch import DCPBatch
@@ -169,19 +170,22 @@ def sort_types(parser: Any) -> None:
             action._typehint = Union[(*(t for t in types if t is not str), str)]
 
 
+Convert = Callable[[Callable[[], Any], str], Any]
+
+
 class _ConvertedSource(_DataLoaderSource):
     """Where a loop of the Trainer gets its loaders, with a conversion behind it."""
 
-    def __init__(self, source: _DataLoaderSource, convert: Callable[[Any, str], Any]) -> None:
+    def __init__(self, source: _DataLoaderSource, convert: Convert) -> None:
         super().__init__(source.instance, source.name)
         self.convert = convert
 
     def dataloader(self) -> Any:
         """What the user gave or a hook returned, converted."""
-        return self.convert(super().dataloader(), self.name)
+        return self.convert(super().dataloader, self.name)
 
 
-def convert_loaders(trainer: pl.Trainer, convert: Callable[[Any, str], Any]) -> None:
+def convert_loaders(trainer: pl.Trainer, convert: Convert) -> None:
     """Put a conversion between the user's loaders and the Trainer's loops, for as long as the trainer lives.
 
     ``process_dataloader`` of a strategy would come too late: the Trainer has put a ``DistributedSampler`` in by then,
@@ -189,8 +193,9 @@ def convert_loaders(trainer: pl.Trainer, convert: Callable[[Any, str], Any]) -> 
 
     Args:
         trainer: with its data attached.
-        convert: gets what the user gave or the hook returned, a loader or a collection of them, and the name of the
-            hook (``"train_dataloader"``, ``"val_dataloader"``, ``"test_dataloader"``, ``"predict_dataloader"``).
+        convert: gets a function that asks for what the user gave or the hook returns, a loader or a collection of
+            them, and the name of the hook (``"train_dataloader"``, ``"val_dataloader"``, ``"test_dataloader"``,
+            ``"predict_dataloader"``).
     """
     loops: tuple[Any, ...] = (
         trainer.fit_loop,
@@ -205,6 +210,23 @@ def convert_loaders(trainer: pl.Trainer, convert: Callable[[Any, str], Any]) -> 
             source.convert = convert
         else:
             loop._data_source = _ConvertedSource(source, convert)
+
+
+def check_given_loaders(trainer: pl.Trainer, check: Callable[[Any], None]) -> None:
+    """Check the train loaders that were given to ``trainer.fit``; a hook may need ``setup``, which comes later.
+
+    Args:
+        trainer: with its data attached.
+        check: gets the loaders.
+    """
+    source = trainer.fit_loop._data_source
+    if trainer.state.fn == TrainerFn.FITTING and source.is_defined() and not source.is_module():
+        check(source.instance)
+
+
+def forget_train_loader(trainer: pl.Trainer) -> None:
+    """Let the fit loop ask again for its loader, and for the number of its steps, before it begins."""
+    trainer.fit_loop._combined_loader = None
 
 
 @contextmanager

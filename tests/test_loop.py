@@ -14,7 +14,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
-from torch.utils.data import DataLoader
 
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.protocol import PlanRequest
@@ -472,4 +471,4 @@ def test_a_loader_that_is_none_of_ours_is_refused(pool: Pool) -> None:
 def _fit_plain_loader() -> None:
     case = Case(world_size=1)
     trainer = make_trainer(make_strategy(case), case, devices=1)
-    trainer.fit(Module(case), DataLoader([1, 2, 3]))  # type: ignore[arg-type]
+    trainer.fit(Module(case), (batch for batch in [1, 2, 3]))

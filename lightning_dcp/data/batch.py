@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning_dcp.plan import IterationPlan
 
 Batch = dict[str, Any]
 """A collated micro-batch before sharding; tensors are ``[B, S, ...]`` or ``[B, ...]``."""
+
+
+class UncountedError(ValueError):
+    """What a batch's loss is the mean of is unknown; no error where ``training_step`` returns its own count."""
+
+
+def labels_of(batch: Any, key: str) -> Any:
+    """The labels of a batch; also where it stands alone in a collection. ``None`` where it has none by that key."""
+    while not (isinstance(batch, Mapping) and key in batch):
+        if not isinstance(batch, Mapping | list | tuple) or len(batch) != 1:
+            return None
+        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+    return batch[key]
+
+
+def is_divisible(batch: Any) -> bool:
+    """Whether a batch has its sequences by key, so that a group of ranks can share it; also alone in a collection."""
+    while isinstance(batch, list | tuple) and len(batch) == 1:
+        batch = batch[0]
+    return isinstance(batch, Mapping)
 
 
 class StepPlan:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_dcp.cost import IntArray
@@ -63,6 +65,11 @@ def known_shapes(dataset: Any, lengths: Lengths | None = None) -> Any:
         return lengths(dataset)
     if lengths is not None:
         return lengths
+    if isinstance(dataset, ConcatDataset):
+        parts = [known_shapes(part) for part in dataset.datasets]
+        return (
+            None if any(part is None for part in parts) else np.concatenate([np.asarray(part) for part in parts])
+        )
     for name in ATTRIBUTES:
         found = getattr(dataset, name, None)
         if found is not None and not callable(found):
@@ -127,13 +134,24 @@ def shape_of(row: IntArray) -> Shape:
 
 def measure(sample: Any, axes: int = 1) -> Shape | None:
     """Shape of one sample: of ``input_ids``, else of the first value that has at least ``axes`` axes."""
-    fields = sample if isinstance(sample, Mapping) else {SEQUENCE_KEY: sample}
+    fields = _fields(sample)
     names = [SEQUENCE_KEY, *fields] if SEQUENCE_KEY in fields else list(fields)
     for name in names:
         shape = _shape(fields[name])
         if len(shape) >= axes:
             return shape[:axes]
     return None
+
+
+def _fields(sample: Any) -> Mapping[Any, Any]:
+    """The values of a sample by name; those of a tuple or a dataclass by their place."""
+    if isinstance(sample, Mapping):
+        return sample
+    if is_dataclass(sample):
+        return vars(sample)
+    if isinstance(sample, tuple) and not all(isinstance(value, Number) for value in sample):
+        return dict(enumerate(sample))
+    return {SEQUENCE_KEY: sample}
 
 
 def _scan(dataset: Any, size: int) -> list[Shape]:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightning_dcp.cost import IntArray
 from lightning_dcp.data.batch import Batch, DCPBatch, StepPlan
 from lightning_dcp.data.drawing import Stray
 from lightning_dcp.data.feeding import Planned, tasks
+from lightning_dcp.data.leaving import misfits, refuse, write_left_out
 from lightning_dcp.data.lengths import check_shapes, dataset_size
 from lightning_dcp.data.planning import PlanningContext, request_of, samples_of
 from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, torch_loader
@@ -83,7 +85,13 @@ class DCPLoader:
         self.waited_seconds = 0.0
         """Seconds spent in ``next`` so far: reading, collating and planning that were not ready in time."""
         self._context: PlanningContext | None = None
-        self._reader = Reader(dataset=dataset, size=len(self.shapes), collate=hooks.collate, seed=sampler.seed)
+        self._reader = Reader(
+            dataset=dataset,
+            size=len(self.shapes),
+            collate=hooks.collate,
+            seed=sampler.seed,
+            any_batch=self.options.any_batch,
+        )
         self._feed: Iterator[Task] = iter(())
         self._torch_loader: DataLoader[Reading] | None = None
         self._active: _Steps | None = None
@@ -110,10 +118,26 @@ class DCPLoader:
 
         Raises:
             ValueError: as :meth:`announce`.
+            InfeasibleError: samples fit no setting, and are not to be left out.
         """
         self.announce(context.planner)
-        planner = for_dataset(context.planner, self.shapes, self.sampler.global_batch_size)
+        unfit = misfits(context, self.shapes)
+        if len(unfit) and self.options.too_long == "raise":
+            refuse(context, self.shapes, unfit)
+        self.sampler.leave_out(unfit)
+        kept = np.delete(self.shapes, unfit, axis=0) if len(unfit) else self.shapes
+        planner = for_dataset(context.planner, kept, self.sampler.global_batch_size)
         self._context = replace(context, planner=planner)
+
+    def list_left_out(self, folder: str | Path) -> None:
+        """Say which samples are left out, in a warning and a file; on rank 0, where they may be left out."""
+        if self.options.too_long == "leave_out":
+            path, count = write_left_out(folder, self.shapes, self.refused_ids), len(self.refused_ids)
+            if count and path is not None:
+                rank_zero_warn(
+                    f"{count} of {len(self.shapes)} samples fit no setting and are left out of every epoch; they are "
+                    f"listed in {path}"
+                )
 
     @property
     def stray(self) -> Stray:
@@ -139,11 +163,6 @@ class DCPLoader:
         """Tokens trained on since the first epoch, without padding, on all ranks."""
         return self.sampler.consumed_tokens
 
-    @property
-    def refused_ids(self) -> IntArray:
-        """Positions of the samples of the dataset that are never trained on, ascending."""
-        return np.empty(0, dtype=np.int64)
-
     def __len__(self) -> int:
         """Steps of an epoch.
 
@@ -161,8 +180,13 @@ class DCPLoader:
         self.sampler.mark_consumed(batch.epoch, batch.step, samples_of(batch.plan.iteration))
 
     def state_dict(self) -> dict[str, Any]:
-        """Position behind the last consumed step, whatever was read ahead; the same on every rank."""
-        return self.sampler.state_dict()
+        """Position behind the last consumed step, whatever was read ahead; the same on every rank.
+
+        A dataset with ``state_dict`` and ``load_state_dict`` adds its own state as it is in this process: that of
+        rank 0 gets into a checkpoint, and every rank gets it back.
+        """
+        state = self.sampler.state_dict()
+        return {**state, "dataset": self.source.state_dict()} if has_state(self.source) else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue behind a saved position, on any number of ranks and with any planner.
@@ -171,6 +195,9 @@ class DCPLoader:
             ValueError: the state belongs to other data or another batch size; the sentence names the field.
         """
         self.sampler.load_state_dict(state_dict)
+        if "dataset" in state_dict and has_state(self.source):
+            self.source.load_state_dict(state_dict["dataset"])
+            self.close()  # workers hold copies of the dataset
 
     def load(self, micro_batch: MicroBatch, epoch: int = 0, step: int = 0) -> Batch:
         """Read and collate one micro-batch in this process, unsharded, on the CPU.
@@ -207,6 +234,11 @@ class DCPLoader:
                 "draws their samples, or with global_batch_tokens, so set Trainer(max_steps=...) and use that number"
             )
         return self._context
+
+
+def has_state(dataset: Any) -> bool:
+    """Whether a dataset keeps a state that belongs into checkpoints."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class _Feed:

@@ -16,8 +16,10 @@ from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.checks import check_batch_size, check_integer
 from lightning_dcp.data.collate import MASK, CollateRules, collate, detect_sequence_axes
 from lightning_dcp.data.evaluation import EvaluationCollate, IndexedDataset
+from lightning_dcp.data.leaving import TooLong
 from lightning_dcp.data.lengths import Lengths, check_shapes, dataset_size, known_shapes, read_shapes
 from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.data.own_order import OwnSampler, given_by
 from lightning_dcp.data.position import LoaderKeeper, is_fitting, planner_of
 from lightning_dcp.data.reading import LoaderOptions
 from lightning_dcp.data.sampler import StepSampler
@@ -42,6 +44,11 @@ class DCPDataModule(pl.LightningDataModule):
             ``global_batch_size`` as its bounds where it has none.
         eval_batch_size: samples of a batch in validation, test and prediction, per rank.
         shuffle: a new order in each epoch.
+        sampler: the order of the epochs instead: an iterable of positions in ``train_dataset`` (any torch ``Sampler``,
+            also with repeats), or a function of the dataset that returns one. Numbers that it draws are seeded by
+            (seed, epoch), and ``set_epoch`` is called where it has it.
+        too_long: what becomes of samples that fit no setting: ``"raise"`` refuses them before the first step,
+            ``"leave_out"`` leaves them out of every epoch and lists them in a file in ``default_root_dir``.
         seed: seed of the order and of the draws in ``__getitem__`` and collate; the same on all ranks.
         num_workers: processes that read samples, per rank.
         prefetch_steps: optimizer steps that are planned and read ahead by the workers.
@@ -71,6 +78,8 @@ class DCPDataModule(pl.LightningDataModule):
         *,
         eval_batch_size: int = 1,
         shuffle: bool = True,
+        sampler: OwnSampler | None = None,
+        too_long: TooLong = "raise",
         seed: int = 0,
         num_workers: int = 0,
         prefetch_steps: int = 2,
@@ -96,7 +105,9 @@ class DCPDataModule(pl.LightningDataModule):
             pin_memory=pin_memory,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
+            too_long=too_long,
         )
+        self.sampler = sampler
         self.sequence_dims = dict(sequence_dims or {})
         self.rules = CollateRules(
             pad_values=dict(pad_values or {}),
@@ -174,10 +185,12 @@ class DCPDataModule(pl.LightningDataModule):
         size = dataset_size(dataset)
         shapes = check_shapes(self.sample_shapes(dataset), size)
         self.rules = replace(self.rules, sequence_axes=detect_sequence_axes(dataset, shapes, self.rules))
+        in_order = bool(getattr(self.trainer, "overfit_batches", 0))
         sampler = StepSampler(
             shapes.prod(axis=1),
             seed=self.seed,
-            shuffle=self.shuffle and not getattr(self.trainer, "overfit_batches", 0),
+            shuffle=self.shuffle and not in_order,
+            given=None if in_order else given_by(self.sampler, dataset, self.seed),
             global_batch_size=self.global_batch_size,
             global_batch_tokens=self.global_batch_tokens,
         )

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.checks import check_integer
+from lightning_dcp.data.leaving import TooLong, check_too_long
 from lightning_dcp.data.randomness import isolated, seed_global
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.seeding import seed_from
@@ -40,16 +41,23 @@ class LoaderOptions:
         pin_memory: copy batches to page-locked memory.
         worker_init_fn: called in each worker with its number. It cannot change the draws of ``__getitem__`` and
             collate, which are seeded for each sample.
-        multiprocessing_context: start method of the workers (``"fork"``, ``"spawn"``, ``"forkserver"``).
+        multiprocessing_context: start method of the workers (``"fork"``, ``"spawn"``, ``"forkserver"``), or a context
+            of ``multiprocessing``.
+        any_batch: whether collate may return something else than a dict.
+        too_long: what becomes of samples that fit no setting: ``"raise"`` refuses them before the first step,
+            ``"leave_out"`` leaves them out of every epoch.
     """
 
     num_workers: int = 0
     prefetch_steps: int = 2
     pin_memory: bool = False
     worker_init_fn: Callable[[int], None] | None = None
-    multiprocessing_context: str | None = None
+    multiprocessing_context: Any = None
+    any_batch: bool = False
+    too_long: TooLong = "raise"
 
     def __post_init__(self) -> None:
+        check_too_long(self.too_long)
         for name, minimum in (("num_workers", 0), ("prefetch_steps", 1)):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=minimum))
 
@@ -82,12 +90,14 @@ class Reader:
         size: its number of samples.
         collate: turns samples into a batch.
         seed: seed of the run.
+        any_batch: whether a batch may be something else than a dict.
     """
 
     dataset: Any
     size: int
     collate: Collate
     seed: int
+    any_batch: bool = False
 
     def load(self, micro_batch: MicroBatch, epoch: int, step: int) -> Batch:
         """Read and collate one micro-batch, unsharded.
@@ -107,7 +117,7 @@ class Reader:
                 raise ReadError(
                     f"samples {list(micro_batch.sample_ids)} could not be collated: {_describe(error)}"
                 ) from error
-        if not isinstance(batch, Mapping):
+        if not self.any_batch and not isinstance(batch, Mapping):
             raise ReadError(
                 f"collate returned {type(batch).__name__} for the samples {list(micro_batch.sample_ids)}; it must "
                 "return a dict of tensors"
@@ -184,7 +194,7 @@ class _WithoutTensors(pickle.Pickler):
 def _cannot_be_sent(data: Sequence[Batch]) -> str | None:
     """Why a worker could not hand over its batches: torch would lose them, and the run would wait for ever."""
     for batch in data:
-        for key, value in batch.items():
+        for key, value in batch.items() if isinstance(batch, Mapping) else [("the whole", batch)]:
             try:
                 _WithoutTensors(io.BytesIO()).dump(value)
             except Exception as error:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dcp.agreement import raise_together
 from lightning_dcp.cost import IntArray
-from lightning_dcp.data.batch import Batch
+from lightning_dcp.data.batch import Batch, is_divisible
 from lightning_dcp.data.lengths import shape_of
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.execution import MicroBatchRunner
@@ -73,12 +73,18 @@ def sp_sizes(
             "Sequence parallelism is not available for samples of more than one axis: all groups have one rank."
         )
         return (1,)
-    seen, error = AttentionRecorder(), None
+    seen, error, kind = AttentionRecorder(), None, None
     try:
-        _watch_attention(seen, site.rank, runner, loader.shapes, load)
+        kind = _watch_attention(seen, site.rank, runner, loader.shapes, load)
     except Exception as raised:  # user code, which may fail on one rank only
         error = raised
     raise_together(error, site.world_size, "a first forward of training_step")
+    if kind is not None:
+        rank_zero_warn(
+            f"collate_fn makes batches of type {kind}, whose sequences have no keys, so they cannot be divided and "
+            "every group has one rank. Let collate_fn return a dict of tensors to use more ranks per sequence"
+        )
+        return (1,)
     if not seen.heads:
         rank_zero_warn(
             "No call of torch.nn.functional.scaled_dot_product_attention was seen in training_step, so sequences "
@@ -108,13 +114,21 @@ def _watch_attention(
     runner: MicroBatchRunner,
     shapes: IntArray,
     load: Callable[[MicroBatch], Batch],
-) -> None:
-    """Record what ``training_step`` asks of attention for two samples: one may be as long as a fixed memory is."""
+) -> str | None:
+    """Record what ``training_step`` asks of attention for two samples: one may be as long as a fixed memory is.
+
+    Returns:
+        The type of the batches where they cannot be divided.
+    """
+    kind = None
     for sample in short_samples(shapes, 2):
         shape = shape_of(shapes[sample])
         micro_batch = MicroBatch(
             sample_ids=(sample,), shapes=(shape,), padded_shape=shape, first_rank=rank, sp_size=1, nanoseconds=0,
             bytes=0,
         )  # fmt: skip
-        with untouched(runner.module), recorder, torch.no_grad(), runner.step(micro_batch, load(micro_batch)):
+        batch = load(micro_batch)
+        kind = kind if is_divisible(batch) else type(batch).__name__
+        with untouched(runner.module), recorder, torch.no_grad(), runner.step(micro_batch, batch):
             pass
+    return kind
