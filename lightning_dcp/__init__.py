@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_dcp.plan import IterationPlan, MicroBatch
     from lightning_dcp.planners import Planner, PlanRequest
     from lightning_dcp.profile import Measurement, Profile
+    from lightning_dcp.rehearsal import dry_run
     from lightning_dcp.strategy import DCPStrategy
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOMES = {
     "PlanRequest": "planners",
     "Planner": "planners",
     "Profile": "profile",
+    "dry_run": "rehearsal",
 }
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "PlanRequest",
     "Planner",
     "Profile",
+    "dry_run",
 ]
 
 

@@ -24,24 +24,24 @@ _CHARACTER_IN = 0.072
 """Width of a character of a label, in inches: a label is drawn only where it fits."""
 
 
-def draw(plan: IterationPlan, planned: Spans, measured: Spans, path: Path) -> None:
+def draw(plan: IterationPlan, planned: Spans, measured: Spans | None, path: Path) -> None:
     """Draw and write the PNG; arguments as in :func:`lightning_dcp.report.plot_timeline`."""
-    height = 1.6 + 2 * (0.55 + min(0.5, 8.0 / plan.world_size) * plan.world_size)
+    shown = [(planned, _planned_title(plan))]
+    if measured is not None:
+        shown.append((measured, _measured_title(measured)))
+    height = 1.6 + len(shown) * (0.55 + min(0.5, 8.0 / plan.world_size) * plan.world_size)
     figure = Figure(figsize=(_WIDTH_IN, height), dpi=130, layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    length = max((end for spans in (*planned, *measured) for _, end in spans), default=1e-3)
+    axes = list(figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0])
+    length = max((end for spans, _ in shown for rank in spans for _, end in rank), default=1e-3)
     style = _style(plan)
     scale, unit = (1e3, "ms") if length < 1.0 else (1.0, "s")
-    for axes, spans, title in (
-        (upper, planned, _planned_title(plan)),
-        (lower, measured, _measured_title(measured)),
-    ):
+    for one, (spans, title) in zip(axes, shown, strict=True):
         scaled = [[(s * scale, e * scale) for s, e in rank] for rank in spans]
-        _draw_ranks(axes, (plan, style), scaled, length * scale)
-        axes.set_title(title, loc="left", fontsize=10, color=INK)
+        _draw_ranks(one, (plan, style), scaled, length * scale)
+        one.set_title(title, loc="left", fontsize=10, color=INK)
     if plan.lower_bound:
-        upper.axvline(plan.lower_bound / 1e9 * scale, color="black", linestyle="--", linewidth=1.4)
-    lower.set_xlabel(f"time in the step [{unit}]")
+        axes[0].axvline(plan.lower_bound / 1e9 * scale, color="black", linestyle="--", linewidth=1.4)
+    axes[-1].set_xlabel(f"time in the step [{unit}]")
     handles = _legend(plan, style)
     figure.legend(
         handles=handles,

@@ -162,23 +162,20 @@ def describe(micro_batch: MicroBatch) -> str:
     )
 
 
-def plot_timeline(plan: IterationPlan, measured_spans: Spans, path: str | Path) -> None:
+def plot_timeline(plan: IterationPlan, measured_spans: Spans | None, path: str | Path) -> None:
     """Draw one step: the planned timeline of the ranks above the measured one, on one time axis.
 
     Args:
         plan: the step.
         measured_spans: seconds on one clock, for each rank the (start, end) of each of its micro-batches in the
-            order of ``plan.of_rank(rank)``. The earliest start becomes zero.
+            order of ``plan.of_rank(rank)``. The earliest start becomes zero. ``None`` draws the plan alone.
         path: where to write the PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: the spans do not belong to the plan.
     """
-    expected = [len(plan.of_rank(rank)) for rank in range(plan.world_size)]
-    found = [len(spans) for spans in measured_spans]
-    if found != expected:
-        raise ValueError(f"spans of {found} micro-batches per rank; the plan has {expected}")
+    moved = None if measured_spans is None else _from_zero(plan, measured_spans)
     try:
         from lightning_dcp._timeline import draw
     except ImportError as error:
@@ -186,6 +183,14 @@ def plot_timeline(plan: IterationPlan, measured_spans: Spans, path: str | Path) 
             "the timeline is drawn with matplotlib, which is not installed; "
             "install it with: pip install 'lightning-dcp[plots]'"
         ) from error
-    start = min((s for spans in measured_spans for s, _ in spans), default=0.0)
-    moved = [[(s - start, e - start) for s, e in spans] for spans in measured_spans]
     draw(plan, planned_spans(plan), moved, Path(path))
+
+
+def _from_zero(plan: IterationPlan, measured_spans: Spans) -> Spans:
+    """The spans behind the earliest start, if they belong to the plan."""
+    expected = [len(plan.of_rank(rank)) for rank in range(plan.world_size)]
+    found = [len(spans) for spans in measured_spans]
+    if found != expected:
+        raise ValueError(f"spans of {found} micro-batches per rank; the plan has {expected}")
+    start = min((s for spans in measured_spans for s, _ in spans), default=0.0)
+    return [[(s - start, e - start) for s, e in spans] for spans in measured_spans]

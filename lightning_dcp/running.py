@@ -52,6 +52,21 @@ class RunningStrategy(CheckpointedStrategy):
         return self._settings.planner
 
     @property
+    def settings(self) -> Settings:
+        """The strategy's own arguments, checked; known before setup()."""
+        return self._settings
+
+    @property
+    def prepared(self) -> Prepared:
+        """What setup() has found and made for the steps."""
+        return self._need(self._prepared, "prepared")
+
+    @property
+    def loader(self) -> DCPLoader:
+        """The train loader."""
+        return self._need_loader()
+
+    @property
     def groups(self) -> ProcessGroups:
         """Sequence-parallel process groups of the run."""
         return self._need(self._prepared, "groups").groups

@@ -328,11 +328,12 @@ def test_the_documentation_says_what_works(tmp_path: Path) -> None:
         for name, value in yaml.safe_load(text)["trainer"]["strategy"]["init_args"].items():
             assert found[name] == value or name == "planner"
     texts = "\n".join(text for kind, text in blocks if not kind)
-    lines = re.findall(r"^lightning-dcp fit (.*--.*)$", texts, re.MULTILINE)
-    assert len(lines) >= 3
+    lines = re.findall(r"^(?:\$ )?lightning-dcp fit (?!.*max_batsch)(.*--\w.*)$", texts, re.MULTILINE)
+    lines = [line for line in lines if not line.startswith(" ")]
+    assert len(lines) == 4
     for line in lines:
         config(*shlex.split(line.replace("...", " ".join(MODEL))))
-    ((words, answer),) = re.findall(r"^\$ lightning-dcp fit (.*)\n(.*)$", texts, re.MULTILINE)
+    ((words, answer),) = re.findall(r"^\$ lightning-dcp fit (.*max_batsch.*)\n(.*)$", texts, re.MULTILINE)
     assert refusal(*shlex.split(words)) == answer
 
 
@@ -417,6 +418,21 @@ def test_all_commands_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
     content = torch.load(checkpoint, weights_only=True)  # refuses all but plain values
     assert content["hyper_parameters"]["_class_path"] == "tests.cli_models.Evaluated"
     assert content["lightning_dcp"]["settings"]["planner"] == "static"
+
+
+def _planner_example(folder: str) -> int:
+    with _in_example():
+        words = ["--config=planner.yaml", "--data.max_bytes=64", "--trainer.max_steps=2"]
+        words += [f"--trainer.default_root_dir={folder}", f"--trainer.strategy.profile={folder}/profile.json"]
+        words += [f"--trainer.callbacks.plans_file={folder}/plans.jsonl", "--trainer.limit_val_batches=0"]
+        return call("fit", *words, "--trainer.enable_progress_bar=false")[0]
+
+
+def test_the_example_of_planner_options_trains(pool: Pool, tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#17254; the example of a whole configuration is used by the other tests."""
+    (tmp_path / "profile.json").write_text(formula_profile(2, (4,)).to_json())
+    assert pool.run(_planner_example, 2, str(tmp_path), timeout=120.0) == [0, 0]
+    assert len((tmp_path / "plans.jsonl").read_text().splitlines()) == 2
 
 
 def _own_file_and_error(folder: str) -> tuple[int, list[str], str]:

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "lightning_dcp"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("rehearsal",),
     ("strategy",),
     ("running",),
     ("callback", "preparation", "profiling", "checkpoint", "selfcheck"),
@@ -33,7 +34,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("profile", "terms"),
     ("permutation",),
-    ("amounts", "interpolation", "plan", "topology"),
+    ("amounts", "interpolation", "plan", "topology", "wording"),
 )
 """A module may import what stands in a later line, or in its own."""
 

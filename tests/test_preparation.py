@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_dcp.preparation import Settings, Site, chosen_sizes, short_samples, sp_sizes
+from lightning_dcp.preparation import Settings, Site, Sizes, chosen_sizes, short_samples, sp_sizes
 from lightning_dcp.topology import World, legal_sp_sizes
 from tests.data_tools import Tokens, TokensModule
 from tests.pool import Pool
@@ -53,7 +53,7 @@ def test_sizes_of_the_user_are_used_as_they_are(asked: tuple[int, ...], chosen: 
     assert chosen_sizes(legal_sp_sizes(4, 12), asked) == chosen
 
 
-def _sizes_of_twelve_heads(asked: tuple[int, ...] | None) -> tuple[int, ...]:
+def _sizes_of_twelve_heads(asked: tuple[int, ...] | None) -> Sizes:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     site = Site(rank=rank, world_size=world_size, ranks_per_node=world_size, device=CPU, precision="32-true")
     world = World.build(world_size, [1])
@@ -62,6 +62,15 @@ def _sizes_of_twelve_heads(asked: tuple[int, ...] | None) -> tuple[int, ...]:
     return sp_sizes(Settings(sp_sizes=asked), site, runner, loader, load)
 
 
-@pytest.mark.parametrize(("asked", "chosen"), [(None, (1, 2, 4)), ((3,), (1, 3))])
-def test_sizes_of_a_model(pool: Pool, asked: tuple[int, ...] | None, chosen: tuple[int, ...]) -> None:
-    assert pool.run(_sizes_of_twelve_heads, 4, asked) == [chosen] * 4
+@pytest.mark.parametrize(
+    ("asked", "chosen", "left_out"),
+    [
+        (None, (1, 2, 4), {"they do not divide the others in turn": (3,)}),
+        ((3,), (1, 3), {"not among sp_sizes=[3]": (2, 4)}),
+    ],
+)
+def test_sizes_of_a_model(
+    pool: Pool, asked: tuple[int, ...] | None, chosen: tuple[int, ...], left_out: dict[str, tuple[int, ...]]
+) -> None:
+    found = pool.run(_sizes_of_twelve_heads, 4, asked)
+    assert found == [Sizes(used=chosen, left_out=left_out)] * 4

@@ -8,9 +8,10 @@ from argparse import Namespace
 from lightning_dcp.audit import Audit, audit
 from lightning_dcp.cli.arguments import DEFAULT_PROFILE
 from lightning_dcp.cli.sources import Data, checked_cluster, read_data, warn_of_extrapolation
-from lightning_dcp.cli.tables import cluster_line, counted, labelled, longest_lines, percent, table
+from lightning_dcp.cli.tables import cluster_line, longest_lines
 from lightning_dcp.planners import InfeasibleError
 from lightning_dcp.simulate import Cluster
+from lightning_dcp.wording import counted, labelled, percent, table
 
 
 def answer(arguments: Namespace) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from lightning_dcp.cli.entries import Bench
-from lightning_dcp.cli.tables import counted, hours_text, labelled, longest_lines, table
+from lightning_dcp.cli.tables import hours_text, longest_lines
 from lightning_dcp.simulate import Deadline, Simulation, hours_needed, longest_sample, own_work, smallest_world
+from lightning_dcp.wording import counted, labelled, table
 
 
 def price_and_deadline(bench: Bench, results: Sequence[Simulation]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -13,9 +13,10 @@ from typing import Any, TextIO
 from lightning_dcp.cli.entries import Bench, Entry, check_specs
 from lightning_dcp.cli.money import price_and_deadline
 from lightning_dcp.cli.sources import Data, read_data, warn_of_extrapolation
-from lightning_dcp.cli.tables import cluster_line, percent, results_table, table
+from lightning_dcp.cli.tables import cluster_line, results_table
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.simulate import Simulation, plan_record, with_ratios
+from lightning_dcp.wording import percent, table
 
 
 def answer(arguments: Namespace) -> int:

@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -17,9 +18,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import lightning_dcp
 from lightning_dcp.cli.complaints import failing_module, sentence
+from lightning_dcp.cli.options import dry_run_options
 from lightning_dcp.cli.saving import HEADER, SaveConfig
 from lightning_dcp.cli.shortcuts import STRATEGY, written_out
 from lightning_dcp.recompute import RecomputeError
+from lightning_dcp.rehearsal import dry_run
 from lightning_dcp.selfcheck import SelfCheckError
 from lightning_dcp.upstream import sort_types
 
@@ -55,7 +58,8 @@ class Parser(LightningArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """The help, under the name by which the command is called."""
         self.prog = self.prog.replace(" [options]", "")
-        return super().format_help(*args, **kwargs)
+        text = super().format_help(*args, **kwargs)
+        return f"{text}\n{dry_run_options().format_help()}" if self.prog.endswith(" fit") else text
 
     def add_instantiator(self, instantiator: Callable[..., Any], class_type: type, **options: Any) -> None:
         """Remember the first error of a constructor: jsonargparse makes one text of it and of all other types."""
@@ -92,14 +96,33 @@ class Command(LightningCLI):
     """
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
+        self.name = name
+        self.dry, words = dry_run_options().parse_known_args(words) if name == "fit" else (Namespace(), words)
         super().__init__(
-            save_config_callback=SaveConfig,
+            save_config_callback=None if self._is_dry else SaveConfig,
             save_config_kwargs={"overwrite": True},
             trainer_defaults={"strategy": {"class_path": STRATEGY}},
             parser_kwargs={"prog": _PROGRAM, "default_env": True},
             parser_class=Parser,
             args=[name, *written_out(words)],
         )
+
+    @property
+    def _is_dry(self) -> bool:
+        return getattr(self.dry, "dry_run", False)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The one that runs: the parsers of the others would be made for nothing."""
+        return {self.name: LightningCLI.subcommands()[self.name]}
+
+    def fit(self, **arguments: Any) -> None:
+        """Train, or show what would be trained."""
+        if not self._is_dry:
+            self.trainer.fit(**arguments)
+            return
+        found = dry_run(self.trainer, **arguments, steps=self.dry.dry_run_steps, picture=self.dry.dry_run_picture)
+        if self.trainer.is_global_zero:
+            print(found)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser whose dumps can be told from files that users wrote."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -206,6 +207,20 @@ class DCPLoader:
             ReadError: the dataset or the collate function raised.
         """
         return self._reader.load(micro_batch, epoch, step)
+
+    def upcoming(self, count: int) -> list[IterationPlan]:
+        """Plans of the next steps of the epoch, at most ``count``; nothing is read, and no step is consumed.
+
+        Raises:
+            PlanError: a step cannot be planned; as it would be when its turn comes.
+        """
+        planned: deque[Planned] = deque()
+        for _ in islice(tasks(self._bound(), self.sampler, self.shapes, planned), count):
+            pass
+        for step in planned:
+            if step.error is not None:
+                raise step.error
+        return [step.plan for step in planned if step.plan is not None]
 
     def close(self) -> None:
         """Stop the workers; a later iteration starts new ones."""

@@ -2,6 +2,17 @@
 
 from lightning_dcp.preparation.preparing import Prepared, limits_of, prepare
 from lightning_dcp.preparation.settings import Settings, Site
-from lightning_dcp.preparation.sizes import chosen_sizes, short_samples, sp_sizes
+from lightning_dcp.preparation.sizes import Sizes, chosen_sizes, short_samples, sp_sizes, watch_attention
 
-__all__ = ["Prepared", "Settings", "Site", "chosen_sizes", "limits_of", "prepare", "short_samples", "sp_sizes"]
+__all__ = [
+    "Prepared",
+    "Settings",
+    "Site",
+    "Sizes",
+    "chosen_sizes",
+    "limits_of",
+    "prepare",
+    "short_samples",
+    "sp_sizes",
+    "watch_attention",
+]

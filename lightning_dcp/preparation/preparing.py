@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -17,7 +18,7 @@ from lightning_dcp.memory import least_of_all, memory_bytes
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.planners.protocol import Limits, Planner
 from lightning_dcp.preparation.settings import Settings, Site
-from lightning_dcp.preparation.sizes import short_samples, sp_sizes
+from lightning_dcp.preparation.sizes import Sizes, short_samples, sp_sizes
 from lightning_dcp.profile import Profile
 from lightning_dcp.profiling import obtain_profile
 from lightning_dcp.recompute import RecomputeSwitch, find_families
@@ -28,7 +29,21 @@ from lightning_dcp.topology import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything that a run of steps needs, made once per fit."""
+    """Everything that a run of steps needs, made once per fit, and how it came about.
+
+    Attributes:
+        world: ranks and the groups that plans may use.
+        groups: process groups.
+        runner: opens micro-batches.
+        freedoms: what the self-check found.
+        profile: what was measured, read or given.
+        limits: limits of all plans.
+        planner: plans the steps.
+        settings: the strategy's arguments, with the profile of a checkpoint where that is used.
+        sizes: sequence-parallel sizes before the self-check, and why the others are left out.
+        profile_was_read: the profile's file was there, as this rank sees it.
+        load: a collated micro-batch on the device.
+    """
 
     world: World
     groups: ProcessGroups
@@ -37,6 +52,10 @@ class Prepared:
     profile: Profile
     limits: Limits
     planner: Planner
+    settings: Settings
+    sizes: Sizes
+    profile_was_read: bool
+    load: Callable[[MicroBatch], Batch]
 
     def planning(self, rank: int, profile: Profile) -> PlanningContext:
         """What the loader plans with."""
@@ -82,12 +101,13 @@ def prepare(
 
     single = runner_over(ProcessGroups([(rank, 1) for rank in range(site.world_size)]))
     sizes = sp_sizes(settings, site, single, loader, load)
-    world = World.build(site.world_size, sizes, site.ranks_per_node)
+    world = World.build(site.world_size, sizes.used, site.ranks_per_node)
     groups = ProcessGroups(world.blocks, timeout=site.timeout, device=site.device)
     runner = runner_over(groups)
     freedoms = _freedoms(settings, site, runner, world, switch, loader, load)
     world = world.restricted(freedoms.sp_sizes)
     limits = limits_of(settings, site, freedoms)
+    was_there = isinstance(settings.profile, str | Path) and Path(settings.profile).exists()
     profile = obtain_profile(
         settings.profile,
         runner=runner,
@@ -108,6 +128,10 @@ def prepare(
         profile=profile,
         limits=limits,
         planner=settings.planner,
+        settings=settings,
+        sizes=sizes,
+        profile_was_read=was_there,
+        load=load,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -49,13 +50,26 @@ def chosen_sizes(legal: Iterable[int], asked: Iterable[int] | None) -> tuple[int
     return nested_sizes(legal) if asked is None else tuple(sorted({1} | (set(legal) & set(asked))))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sequence-parallel sizes of a run.
+
+    Attributes:
+        used: ascending; 1 is always among them.
+        left_out: why other sizes up to the number of ranks are not used, and which these are.
+    """
+
+    used: tuple[int, ...] = (1,)
+    left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
 def sp_sizes(
     settings: Settings,
     site: Site,
     runner: MicroBatchRunner,
     loader: DCPLoader,
     load: Callable[[MicroBatch], Batch],
-) -> tuple[int, ...]:
+) -> Sizes:
     """Sizes that the user allows, the heads can be divided by and the world holds; called by every rank.
 
     Args:
@@ -66,16 +80,17 @@ def sp_sizes(
         load: a collated micro-batch on the device.
     """
     wanted = set(settings.sp_sizes or range(1, site.world_size + 1))
+    wider = tuple(range(2, site.world_size + 1))
     if site.world_size == 1 or wanted == {1}:
-        return (1,)
+        return Sizes(left_out={f"not among sp_sizes={sorted(wanted)}": wider} if wider else {})
     if loader.shapes.shape[1] > 1:
         rank_zero_info(
             "Sequence parallelism is not available for samples of more than one axis: all groups have one rank."
         )
-        return (1,)
+        return Sizes(left_out={"samples have more than one axis": wider})
     seen, error, kind = AttentionRecorder(), None, None
     try:
-        kind = _watch_attention(seen, site.rank, runner, loader.shapes, load)
+        kind = watch_attention(seen, site.rank, runner, loader.shapes, load)
     except Exception as raised:  # user code, which may fail on one rank only
         error = raised
     raise_together(error, site.world_size, "a first forward of training_step")
@@ -84,14 +99,14 @@ def sp_sizes(
             f"collate_fn makes batches of type {kind}, whose sequences have no keys, so they cannot be divided and "
             "every group has one rank. Let collate_fn return a dict of tensors to use more ranks per sequence"
         )
-        return (1,)
+        return Sizes(left_out={"batches of this collate_fn cannot be divided": wider})
     if not seen.heads:
         rank_zero_warn(
             "No call of torch.nn.functional.scaled_dot_product_attention was seen in training_step, so sequences "
             "cannot be divided and every group has one rank. Call it through the module "
             '(F.scaled_dot_product_attention), or use attn_implementation="sdpa" in Hugging Face models'
         )
-        return (1,)
+        return Sizes(left_out={"no call of scaled_dot_product_attention was seen": wider})
     legal = set(seen.sp_sizes(site.world_size))
     chosen = chosen_sizes(legal, settings.sp_sizes)
     refused = sorted(wanted - legal) if settings.sp_sizes else []
@@ -100,15 +115,23 @@ def sp_sizes(
             "Attention between sequences of different lengths was seen in training_step; only self-attention can be "
             "divided, so every group has one rank. Set sp_sizes=[1] if that is meant"
         )
-    elif refused or chosen == (1,):
+        return Sizes(left_out={"attention between sequences of different lengths": wider})
+    if refused or chosen == (1,):
         rank_zero_warn(
             f"Sequence-parallel sizes {refused or sorted(wanted - {1})} do not divide the attention heads "
             f"{sorted(seen.heads)} (heads, key/value heads) on {site.world_size} ranks; used are {list(chosen)}"
         )
-    return chosen
+    unchosen = (
+        f"not among sp_sizes={sorted(wanted)}" if settings.sp_sizes else "they do not divide the others in turn"
+    )
+    reasons = {
+        "they do not divide the attention heads": tuple(p for p in wider if p not in legal),
+        unchosen: tuple(p for p in wider if p in legal and p not in chosen),
+    }
+    return Sizes(used=chosen, left_out={reason: sizes for reason, sizes in reasons.items() if sizes})
 
 
-def _watch_attention(
+def watch_attention(
     recorder: AttentionRecorder,
     rank: int,
     runner: MicroBatchRunner,

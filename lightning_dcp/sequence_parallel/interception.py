@@ -20,6 +20,9 @@ from lightning_dcp.sequence_parallel.backend import (
     RECORDER_ORIGINAL,
     SDPA,
     AttentionOptions,
+    Backend,
+    choose_backend,
+    exposed_sdpa,
 )
 from lightning_dcp.topology import legal_sp_sizes
 
@@ -82,12 +85,14 @@ class AttentionRecorder:
         calls: number of attention calls.
         heads: pairs (heads, key/value heads) seen; ``(1, 1)`` for tensors that are not ``[B, H, S, D]``.
         cross_attention: whether query and key ever had different lengths, which cannot be sharded.
+        backends: kernels that the calls get where they are exchanged.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.heads: set[tuple[int, int]] = set()
         self.cross_attention = False
+        self.backends: set[Backend] = set()
 
     def __enter__(self) -> AttentionRecorder:
         self._context = _replaced(self._recording(functional.scaled_dot_product_attention))
@@ -114,6 +119,11 @@ class AttentionRecorder:
             four = query.dim() == key.dim() == 4
             self.heads.add((query.shape[1], key.shape[1]) if four else (1, 1))
             self.cross_attention |= query.shape[-2] != key.shape[-2]
+            mask = arguments[0] if arguments else options.get("attn_mask")
+            kernel = AttentionOptions(sdpa=exposed_sdpa(recorded=False))
+            self.backends.add(
+                choose_backend(query, key, value, mask if isinstance(mask, Tensor) else None, kernel)
+            )
             return original(query, key, value, *arguments, **options)
 
         vars(scaled_dot_product_attention)[RECORDER_ORIGINAL] = original
