@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,44 +16,10 @@ from lightning_dcp.execution import MicroBatchRunner, RunningMicroBatch, StepOut
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.records import StepRecord
 from lightning_dcp.seeding import seed_from
+from lightning_dcp.sequence_parallel.context import ExchangeError
+from lightning_dcp.tally import Tally
 from lightning_dcp.timing import SpanClock, StepClock, times_of_all
-
-
-@dataclass(slots=True, kw_only=True)
-class _Tally:
-    """What this rank adds up over its micro-batches."""
-
-    device: torch.device
-    count: float | Tensor = 0.0
-    loss_sum: float | Tensor = 0.0
-    masks_differ: Tensor | None = None
-    problems: list[str] = field(default_factory=list)
-    error: Exception | None = None
-    counts: list[float | Tensor] = field(default_factory=list)
-
-    def fail(self, micro_batch: MicroBatch, error: Exception) -> None:
-        """Keep what user code raised until all ranks know of it."""
-        self.error = error
-        text = "".join(traceback.format_exception(error)).strip()
-        self.problems.append(f"training_step failed on samples {micro_batch.sample_ids}:\n{text}")
-
-    def add(self, outcome: StepOutcome) -> None:
-        # Sums in float64: a long step adds up many values of different size.
-        self.count = self.count + _double(outcome.count)
-        self.counts.append(outcome.count)
-        self.loss_sum = self.loss_sum + _double(outcome.objective)
-
-    def close(self, running: RunningMicroBatch) -> None:
-        """Take over what the exchanges of a finished micro-batch reported."""
-        ids = running.micro_batch.sample_ids
-        self.problems += [f"samples {ids}: {reason}" for reason in dict.fromkeys(running.context.failures)]
-        if running.context.masks_differ is not None:
-            seen = running.context.masks_differ
-            self.masks_differ = seen if self.masks_differ is None else self.masks_differ + seen
-
-
-def _double(value: float | Tensor) -> float | Tensor:
-    return value.detach().to(torch.float64) if isinstance(value, Tensor) else value
+from lightning_dcp.watchdog import BETWEEN, Watchdog, Whereabouts, explained, place_of, timed_out
 
 
 class StepExecutor:
@@ -72,6 +36,8 @@ class StepExecutor:
 
     Attributes:
         clock: tells where the time between two steps goes.
+        where: the place of this rank, for errors.
+        watchdog: tells the places of all ranks where a collective waits too long; ``None`` with one rank.
     """
 
     def __init__(
@@ -87,6 +53,8 @@ class StepExecutor:
     ) -> None:
         self.runner = runner
         self.clock = StepClock(device, waited)
+        self.where = Whereabouts(rank)
+        self.watchdog: Watchdog | None = None
         self._engine = engine
         self.agreement = agreement
         self._transfer = transfer
@@ -96,7 +64,7 @@ class StepExecutor:
         self._outcome: StepOutcome | None = None
         self._expected = 1.0
         self._counted: list[tuple[float, bool]] = []
-        self._tally = _Tally(device=device)
+        self._tally = Tally(device=device)
 
     def run(self, item: DCPBatch, closure: Callable[[int], None]) -> StepRecord:
         """Train one step up to and including the reduction of the gradients.
@@ -110,21 +78,29 @@ class StepExecutor:
             StepError: on all ranks, if the step is void on any; a rank whose own code failed raises that error.
         """
         mine = item.plan.iteration.of_rank(self._rank)
+        self.where.step(item.epoch, item.step)
         self._engine.begin()
-        self._tally = _Tally(device=self._device)
-        self._expected = max(self._agree(item, mine), 1.0)
-        # Here all ranks are known to hold the same plan, and none is inside a micro-batch.
-        self.runner.groups.ensure({m.sp_size for m in item.plan.iteration.micro_batches})
+        self._tally = Tally(device=self._device)
+        with explained(self.where, self.watchdog, "waiting for the others at the start of the step", []):
+            self._expected = max(self._agree(item, mine), 1.0)
+            # Here all ranks are known to hold the same plan, and none is inside a micro-batch.
+            self.runner.groups.ensure({m.sp_size for m in item.plan.iteration.micro_batches})
         clock = SpanClock(self._device)
         for index, micro_batch in enumerate(mine):
+            self.where.enter(micro_batch, index, len(mine))
             with clock.span():
                 self._run_one(item, micro_batch, index, closure)
-            if self._tally.error is not None:
+            if self._tally.failed:
                 break
+        self.where.leave()
         if not mine:
             closure(0)
-        record = self._vote(item, clock)
-        self._engine.reduce()
+        doing = "waiting for the others in the vote at the end of the step"
+        with explained(self.where, self.watchdog, doing, self._tally.problems):
+            record = self._vote(item, clock)
+        with explained(self.where, self.watchdog, "reducing the gradients over all ranks", []):
+            self._engine.reduce()
+        self.where.at(BETWEEN)
         return record
 
     def training_step(self, call: Callable[[Any], Any]) -> Any:
@@ -157,40 +133,6 @@ class StepExecutor:
         """What each micro-batch of the last step counted on this rank; after the vote, which waits for the device."""
         return [float(count) for count in self._tally.counts]
 
-    def refuse_collective(self, name: str, instead: str = "gather outside of training_step") -> bool:
-        """Whether a collective over the world was asked for inside a micro-batch; the step is void then.
-
-        Ranks run different numbers of micro-batches, so it would meet another rank's vote.
-
-        Args:
-            name: the call, as the user wrote it.
-            instead: what to write in its place.
-        """
-        if self._running is None or self.agreement.world_size == 1:
-            return False
-        self._running.context.failures.append(
-            f"{name} was called inside training_step; ranks run different numbers of micro-batches, so no collective "
-            f"over all ranks may run there. Instead, {instead}"
-        )
-        return True
-
-    def refuse_log(self, key: str, arguments: Mapping[str, Any]) -> None:
-        """Refuse a ``self.log`` that would reduce over all ranks at each call.
-
-        Args:
-            key: what is logged.
-            arguments: of Lightning's ``log``, with the defaults of the hook filled in.
-        """
-        if not (arguments["sync_dist"] and arguments["on_step"]) or arguments["rank_zero_only"]:
-            return
-        epoch = ", on_epoch=True" if arguments["on_epoch"] else ""
-        self.refuse_collective(
-            f"self.log({key!r}, ..., on_step=True{epoch}, sync_dist=True)",
-            f"write self.log({key!r}, ..., on_step=True, on_epoch=True): the value at each step is the mean over "
-            "this rank's micro-batches, that of the epoch is over all ranks also without sync_dist. The exact mean of "
-            "the loss over all ranks at each step is logged as 'loss' already",
-        )
-
     def _run_one(
         self,
         item: DCPBatch,
@@ -201,10 +143,16 @@ class StepExecutor:
         try:
             self._train_one(item, micro_batch, index, closure)
         except Exception as error:
-            # Alone in its group a rank can go on to the vote and tell the others, who would wait for it; a member of
-            # a wider group cannot, since its peers are inside an exchange. Wide groups run first, so none follows.
-            if micro_batch.sp_size > 1 or self.agreement.world_size == 1:
+            # The rank goes on to the vote and tells the others, who would wait for it. Its peers in a wider group are
+            # inside an exchange, or come to one later, which raises as this rank has left its groups: they come to the
+            # vote too. All their later groups are parts of this one, as wide groups run first.
+            if self.agreement.world_size == 1:
                 raise
+            if micro_batch.sp_size > 1:
+                self.runner.groups.leave(error)
+            if isinstance(error, ExchangeError) and timed_out(error):
+                # The rank that is missing would not come to the vote either.
+                raise StepError(place_of(error, self.where, self.watchdog)) from error
             self._tally.fail(micro_batch, error)
 
     def _train_one(

@@ -21,6 +21,12 @@ class StepError(RuntimeError):
     """A step cannot be trained; raised on every rank with the reasons of all of them."""
 
 
+class Consequence(str):
+    """A problem that follows from one of another rank; told only where nobody has another."""
+
+    __slots__ = ()
+
+
 _HALF = 20
 """Bits of each half of a digest; squares of halves summed over 8192 ranks stay exact in float64."""
 
@@ -119,8 +125,9 @@ class Agreement:
     def _raise(self, problems: Sequence[str]) -> None:
         """Exchange the reasons and raise the same error everywhere; all ranks come here or none."""
         everyones = of_all_ranks(list(problems), self.world_size)
-        lines = [f"rank {rank}: {problem}" for rank, reasons in enumerate(everyones) for problem in reasons]
-        raise StepError("\n".join(dict.fromkeys(lines)))
+        told = [(rank, problem) for rank, reasons in enumerate(everyones) for problem in reasons]
+        causes = [pair for pair in told if not isinstance(pair[1], Consequence)]
+        raise StepError("\n".join(dict.fromkeys(f"rank {rank}: {problem}" for rank, problem in causes or told)))
 
 
 def of_all_ranks(value: T, world_size: int) -> list[T]:

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from lightning_dcp.collectives import WorldCalls
 from lightning_dcp.data.batch import Batch, UncountedError, labels_of
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.recompute import RecomputeSwitch
@@ -107,6 +108,7 @@ class MicroBatchRunner:
         hooks: sharding and counting.
         seed: seed of the run's random numbers.
         loss: how losses combine.
+        world_calls: refuses collectives of all ranks inside; by default none.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class MicroBatchRunner:
         hooks: BatchHooks,
         seed: int,
         loss: LossSettings | None = None,
+        world_calls: WorldCalls | None = None,
     ) -> None:
         self.module = module
         self.groups = groups
@@ -126,6 +129,7 @@ class MicroBatchRunner:
         self.seed = seed
         self.loss = loss or LossSettings()
         self._uncounted = False
+        self.world_calls = world_calls or WorldCalls(1)
         # Asked now: whoever watches training_step for a while may replace it by something that takes anything.
         step: Callable[..., Any] | None = getattr(module, "training_step", None)
         self._takes_index = step is not None and is_param_in_hook_signature(step, "batch_idx", min_args=2)
@@ -157,6 +161,7 @@ class MicroBatchRunner:
                 stack.enter_context(patched_attention())
             stack.enter_context(self.recompute.depth(micro_batch.recompute))
             stack.enter_context(_seeded(seed_from(self.seed, epoch, step, micro_batch.sample_ids[0], group.rank)))
+            stack.enter_context(self.world_calls.inside(context))
             shard = self.hooks.shard(batch, group)
             items, one_item_count = counted or self.count(shard, context)
             yield RunningMicroBatch(

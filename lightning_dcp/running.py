@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_dcp.accumulation import StepExecutor
 from lightning_dcp.checkpoint import CheckpointedStrategy
+from lightning_dcp.collectives import WorldCalls
 from lightning_dcp.data.batch import DCPBatch
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.plan import IterationPlan
@@ -43,6 +44,7 @@ class RunningStrategy(CheckpointedStrategy):
         self._item: DCPBatch | None = None
         self._last_step: StepRecord | None = None
         self._hooks = ExitStack()
+        self.world_calls = WorldCalls(1)
 
     # --- what users may ask -------------------------------------------------------------------------------------
 
@@ -158,21 +160,28 @@ class RunningStrategy(CheckpointedStrategy):
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse a reduction over all ranks inside a micro-batch; elsewhere as under any strategy."""
-        if self._executor is not None and self._executor.refuse_collective("a reduction over all ranks"):
+        if self.world_calls.refuse("a reduction over all ranks"):
             return tensor
         return super().reduce(tensor, *args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a barrier inside a micro-batch; elsewhere as under any strategy."""
-        if self._executor is None or not self._executor.refuse_collective("a barrier"):
+        if not self.world_calls.refuse("a barrier"):
             super().barrier(*args, **kwargs)
 
     def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Refuse a gather over all ranks inside a micro-batch; elsewhere as under any strategy."""
-        if self._executor is not None and self._executor.refuse_collective("all_gather"):
+        if self.world_calls.refuse("all_gather"):
             return tensor.expand(self.world_size, *tensor.shape)
         return super().all_gather(tensor, *args, **kwargs)
 
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Refuse a broadcast inside a micro-batch; elsewhere as under any strategy."""
+        if self.world_calls.refuse("a broadcast"):
+            return obj
+        result: T = super().broadcast(obj, src)
+        return result
+
     def saving_is_refused(self) -> bool:
         """Refuse to save inside a micro-batch; the error comes at the end of the step, on every rank."""
-        return self._executor is not None and self._executor.refuse_collective("trainer.save_checkpoint")
+        return self.world_calls.refuse("trainer.save_checkpoint")

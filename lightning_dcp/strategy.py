@@ -20,6 +20,7 @@ from lightning_dcp.accumulation import StepExecutor
 from lightning_dcp.agreement import Agreement
 from lightning_dcp.callback import DCPCallback
 from lightning_dcp.checkpoint import Section, plan_settings
+from lightning_dcp.collectives import WorldCalls
 from lightning_dcp.cost import RecomputePolicy
 from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.evaluation import evaluation_loaders
@@ -47,6 +48,7 @@ from lightning_dcp.upstream import (
     steps_pass_transfer_hooks,
     train_loader,
 )
+from lightning_dcp.watchdog import Watchdog
 
 
 class DCPStrategy(RunningStrategy):
@@ -199,7 +201,8 @@ class DCPStrategy(RunningStrategy):
             timeout=self._timeout,
         )
         settings = self.resumed_settings(self._settings, site, engine.module, loader.shapes)
-        self._prepared = prepare(settings, site, engine.module, loader, self._transfer)
+        self.world_calls = WorldCalls(self.world_size)
+        self._prepared = prepare(settings, site, engine.module, loader, self._transfer, self.world_calls)
         self._bind(loader, self._prepared.profile)
         self._executor = StepExecutor(
             runner=self._prepared.runner,
@@ -212,6 +215,9 @@ class DCPStrategy(RunningStrategy):
         )
         if self.is_global_zero:
             loader.list_left_out(trainer.default_root_dir)
+        if self.world_size > 1 and self._timeout is not None:
+            watchdog = Watchdog(self._executor.where, self._timeout, self.world_size)
+            self._executor.watchdog = self._hooks.enter_context(watchdog.watching())
         if self._resumed is not None:
             loader.load_state_dict(self._resumed.loader)
             self._name_changed_steps(self._resumed)
@@ -290,7 +296,7 @@ class DCPStrategy(RunningStrategy):
     def _accumulate(self, item: DCPBatch, closure: Callable[[], Any]) -> torch.Tensor:
         trainer = self._need(self.lightning_module, "lightning_module").trainer
         executor = self._need(self._executor, "step")
-        with kept_logs(trainer, executor.refuse_log) as results:
+        with kept_logs(trainer, self.world_calls.refuse_log) as results:
             kept = self._need(results.kept, "step")
 
             def run(index: int) -> None:

@@ -326,46 +326,6 @@ def test_an_exception_of_user_code_on_one_rank_ends_all(pool: Pool) -> None:
     assert "user code broke" in first[1]
 
 
-class _Collective(Module):
-    """Asks for something over all ranks inside of training_step."""
-
-    kind = "log"
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-        if self.kind == "log":
-            self.log("x", 1.0, sync_dist=True, on_step=True)
-        elif self.kind == "all_gather":
-            gathered = self.all_gather(torch.ones(3))
-            assert isinstance(gathered, torch.Tensor)
-            assert gathered.shape == (2, 3)
-        else:
-            self.trainer.strategy.barrier()
-        return super().training_step(batch, batch_idx)
-
-
-def _fit_collective(kind: str) -> None:
-    module = _Collective(CASE)
-    module.kind = kind
-    _fit(Data(CASE), module=module)
-
-
-@pytest.mark.feature(
-    "Trainer",
-    "`all_gather`, barriers, `sync_dist` with `on_step` inside `training_step`",
-    "refused: ranks run different numbers of micro-batches",
-)
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [
-        ("log", r"self.log('x', ..., on_step=True, sync_dist=True)"),
-        ("all_gather", "all_gather"),
-        ("barrier", "a barrier"),
-    ],
-)
-def test_a_collective_of_the_world_inside_a_micro_batch_is_an_error(pool: Pool, kind: str, sentence: str) -> None:
-    _raised(pool, f"{sentence} was called inside training_step", _fit_collective, 2, kind)
-
-
 class _Scalar(Module):
     def __init__(self, case: Case) -> None:
         super().__init__(case)

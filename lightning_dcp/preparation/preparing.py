@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_dcp.collectives import WorldCalls
 from lightning_dcp.cost import CostModel
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.lengths import shape_of
@@ -71,6 +72,7 @@ def prepare(
     module: torch.nn.Module,
     loader: DCPLoader,
     transfer: Callable[[Batch], Batch],
+    world_calls: WorldCalls,
 ) -> Prepared:
     """Find layers and heads, lay out the groups, check the model and measure it; called by every rank.
 
@@ -82,6 +84,7 @@ def prepare(
         module: the engine's module, after ``deepspeed.initialize``.
         loader: the train loader.
         transfer: moves a collated micro-batch to the device, with the user's hooks.
+        world_calls: refuses collectives of all ranks inside a micro-batch.
     """
 
     def load(micro_batch: MicroBatch) -> Batch:
@@ -97,6 +100,7 @@ def prepare(
             hooks=loader.hooks,
             seed=loader.sampler.seed,
             loss=_loss_settings(settings.loss, loader),
+            world_calls=world_calls,
         )
 
     single = runner_over(ProcessGroups([(rank, 1) for rank in range(site.world_size)]))

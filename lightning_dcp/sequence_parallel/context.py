@@ -39,6 +39,10 @@ class SPGroup:
         return len(self.ranks)
 
 
+class ExchangeError(RuntimeError):
+    """An exchange of a group ended without a result: another rank left it, has gone, or did not come in time."""
+
+
 @dataclass(slots=True, kw_only=True)
 class MicroBatchContext:
     """Everything that code inside a micro-batch may ask about it.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,9 @@ import torch.distributed as dist
 from lightning_dcp.plan import PlanError
 from lightning_dcp.sequence_parallel.context import SPGroup
 from lightning_dcp.topology import Block
+
+_LEFT: Any = object()
+"""In the place of the process group that a rank has left; using it raises, where ``None`` would mean the world."""
 
 
 class ProcessGroups:
@@ -115,13 +120,43 @@ class ProcessGroups:
             )
         return SPGroup(ranks=tuple(range(first_rank, first_rank + sp_size)), rank=self._rank - first_rank)
 
+    def leave(self, error: BaseException | None = None) -> None:
+        """Close this rank's connections of all groups, after an error inside a micro-batch of one of them.
+
+        The other members wait in an exchange, and gloo has no way to call them off; when a connection closes their call
+        raises at once. No group can be used again. NCCL is told to give up its kernels on this rank.
+
+        Args:
+            error: its traceback must not keep the connections open. Whoever else still holds a group, like the graph
+                of an exchange, holds no connection.
+        """
+        if error is not None:
+            _let_go(error)
+        for group in self._groups.values():
+            handle = group.handle
+            if handle is None or handle is _LEFT:
+                continue
+            object.__setattr__(group, "handle", _LEFT)
+            if dist.get_backend(handle) == dist.Backend.NCCL:
+                handle.abort()
+            dist.destroy_process_group(handle)
+
     def close(self) -> None:
         """Destroy the groups, so that those of the next fit in this process do not come on top.
 
         Called by every rank after its last micro-batch, and not after an error: a rank may be inside an exchange.
         """
         for group in self._groups.values():
-            if group.handle is not None:
+            if group.handle is not None and group.handle is not _LEFT:
                 dist.destroy_process_group(group.handle)
         self._groups = {(self._rank, 1): SPGroup(ranks=(self._rank,))}
         self._ready = {1}
+
+
+def _let_go(error: BaseException) -> None:
+    """Clear the frames of torch.distributed in a traceback; they hold the process group of the call that raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            frame.clear()
+    if error.__cause__ is not None:
+        _let_go(error.__cause__)

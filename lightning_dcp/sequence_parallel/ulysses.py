@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_dcp.sequence_parallel.context import SPGroup, current
+from lightning_dcp.sequence_parallel.context import ExchangeError, SPGroup, current
 
 
 def to_heads(
@@ -154,7 +154,10 @@ class _Gather(torch.autograd.Function):
         ctx.group, ctx.dim = group, dim
         shard = x.movedim(dim, 0).contiguous()
         whole = shard.new_empty(group.size, *shard.shape)
-        dist.all_gather(list(whole.unbind(0)), shard, group=group.handle)
+        try:
+            dist.all_gather(list(whole.unbind(0)), shard, group=group.handle)
+        except RuntimeError as error:
+            raise _ended(group, error) from error
         return whole.flatten(0, 1).movedim(0, dim)
 
     @staticmethod
@@ -222,5 +225,12 @@ def _slots(buffer: Tensor, heads: Sequence[tuple[int, int]]) -> list[Tensor]:
 def _all_to_all(send: Tensor, group: SPGroup) -> Tensor:
     """Part ``j`` of axis 0 goes to rank ``j``; part ``j`` of the result came from rank ``j``. Its own adjoint."""
     received = torch.empty_like(send)
-    dist.all_to_all_single(received, send, group=group.handle)
+    try:
+        dist.all_to_all_single(received, send, group=group.handle)
+    except RuntimeError as error:
+        raise _ended(group, error) from error
     return received
+
+
+def _ended(group: SPGroup, error: RuntimeError) -> ExchangeError:
+    return ExchangeError(f"an exchange of the group of ranks {group.ranks[0]}..{group.ranks[-1]} ended: {error}")
