@@ -28,6 +28,14 @@ from lightning_dcp.sequence_parallel.interception import patched_attention
 
 LossReduction = Literal["mean", "sum"]
 
+NO_EXCHANGE = (
+    "no call of torch.nn.functional.scaled_dot_product_attention was seen at sequence-parallel size {size}, so each "
+    "rank attended to its shard only. Call it through the module (F.scaled_dot_product_attention), or "
+    "lightning_dcp.sequence_parallel.attention, use need_weights=False in nn.MultiheadAttention and "
+    "attn_implementation='sdpa' in Hugging Face models, or set sp_sizes=[1]"
+)
+"""Why a result at ``p > 1`` is void."""
+
 
 class BatchHooks(Protocol):
     """What the data side knows about a batch; :class:`~lightning_dcp.data.DCPDataModule` has both."""
@@ -160,7 +168,7 @@ class MicroBatchRunner:
             if group.size > 1:
                 stack.enter_context(patched_attention())
             stack.enter_context(self.recompute.depth(micro_batch.recompute))
-            stack.enter_context(_seeded(seed_from(self.seed, epoch, step, micro_batch.sample_ids[0], group.rank)))
+            stack.enter_context(seeded(seed_from(self.seed, epoch, step, micro_batch.sample_ids[0], group.rank)))
             stack.enter_context(self.world_calls.inside(context))
             shard = self.hooks.shard(batch, group)
             items, one_item_count = counted or self.count(shard, context)
@@ -235,13 +243,7 @@ class MicroBatchRunner:
         """
         context = running.context
         if context.group.size > 1 and context.interceptions == 0:
-            context.failures.append(
-                "no call of torch.nn.functional.scaled_dot_product_attention was seen at sequence-parallel size "
-                f"{context.group.size}, so each rank attended to its shard only. Call it through the module "
-                "(F.scaled_dot_product_attention), or lightning_dcp.sequence_parallel.attention, use "
-                "need_weights=False in nn.MultiheadAttention and attn_implementation='sdpa' in Hugging Face "
-                "models, or set sp_sizes=[1]"
-            )
+            context.failures.append(NO_EXCHANGE.format(size=context.group.size))
         mapping = isinstance(result, Mapping)
         loss = result.get("loss") if mapping else result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -312,7 +314,7 @@ def _describe(result: Any) -> str:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed torch's global generators for a micro-batch and give the old state back afterwards.
 
     Restoring keeps what users draw between steps independent of the plan.

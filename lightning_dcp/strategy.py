@@ -22,12 +22,12 @@ from lightning_dcp.callback import DCPCallback
 from lightning_dcp.checkpoint import Section, plan_settings
 from lightning_dcp.collectives import WorldCalls
 from lightning_dcp.cost import RecomputePolicy
-from lightning_dcp.data.batch import Batch, DCPBatch
-from lightning_dcp.data.evaluation import evaluation_loaders
+from lightning_dcp.data.batch import DCPBatch
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.data.saved import SIZES
 from lightning_dcp.data.takeover import TrainLoaders, check_given
 from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
+from lightning_dcp.evaluating import EvaluatingStrategy
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.logged import kept_logs
 from lightning_dcp.logged_epoch import take_over_results
@@ -36,22 +36,19 @@ from lightning_dcp.portable import StartMethod
 from lightning_dcp.preparation import Settings, Site, prepare
 from lightning_dcp.profile import Profile
 from lightning_dcp.refusals import check_parameters, check_trainer, explained_optimizers
-from lightning_dcp.running import RunningStrategy
 from lightning_dcp.sequence_parallel.context import LossWeighting
 from lightning_dcp.upstream import (
     check_closure,
     check_given_loaders,
-    convert_loaders,
     forget_train_loader,
     set_closure_loss,
     skip_zero_grad,
-    steps_pass_transfer_hooks,
     train_loader,
 )
 from lightning_dcp.watchdog import Watchdog
 
 
-class DCPStrategy(RunningStrategy):
+class DCPStrategy(EvaluatingStrategy):
     """Data-Centric Parallel on DeepSpeed ZeRO-1: every step runs by its own plan.
 
     The optimizer step is the one that a single process would do on the same samples, whatever the plan; only the
@@ -157,7 +154,6 @@ class DCPStrategy(RunningStrategy):
         callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DCPCallback) for callback in callbacks):
             callbacks.insert(0, DCPCallback())
-        convert_loaders(module.trainer, self._convert)
         take_over_results(module.trainer)
         self._train_loaders.begin()
         check_given_loaders(module.trainer, check_given)
@@ -165,10 +161,9 @@ class DCPStrategy(RunningStrategy):
 
     def _convert(self, ask: Callable[[], Any], hook: str) -> Any:
         """What the Trainer's loops run over in the place of what a user's hook returned."""
-        trainer = self._need(self.lightning_module, "lightning_module").trainer
-        if hook == "train_dataloader":
-            return self._train_loaders(ask, trainer)
-        return evaluation_loaders(ask(), trainer)
+        if hook != "train_dataloader":
+            return super()._convert(ask, hook)
+        return self._train_loaders(ask, self._need(self.lightning_module, "lightning_module").trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Build the engine; when fitting, also groups, self-check, profile and the loader's planner."""
@@ -183,7 +178,6 @@ class DCPStrategy(RunningStrategy):
         check_parameters(module)
         with explained_optimizers():
             super().setup(trainer)
-        self._before_transfer = self._hooks.enter_context(steps_pass_transfer_hooks(module))
         if trainer.state.fn == TrainerFn.FITTING:
             # Not by fit_loop.setup_data(): it would read the first step of a loader without a length.
             if self._loader is None:
@@ -257,11 +251,6 @@ class DCPStrategy(RunningStrategy):
         if isinstance(batch, DCPBatch):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    def _transfer(self, data: Batch) -> Batch:
-        moved = self.precision_plugin.convert_input(self._before_transfer(data, 0))
-        batch: Batch = super().batch_to_device(moved, self.root_device, 0)
-        return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Remember the step that the closure is going to run."""

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple, Union, get_args
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
@@ -19,10 +21,14 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_dcp.data.batch import DCPBatch
+from lightning_dcp.data.evaluation import EvaluationItem, EvaluationLoader
 from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.data.module import DCPDataModule
 
 
 def train_loader(trainer: pl.Trainer) -> DCPLoader | None:
@@ -184,6 +190,45 @@ class _ConvertedSource(_DataLoaderSource):
         """What the user gave or a hook returned, converted."""
         return self.convert(super().dataloader, self.name)
 
+    def is_defined(self) -> bool:
+        """Whether there are loaders, as far as that is known before the data module was set up.
+
+        Every ``DCPDataModule`` has a ``val_dataloader``, which is no reason for the Trainer to miss a
+        ``validation_step``; where a dataset is set, the strategy says so later.
+        """
+        module = self.instance
+        if self.name != "val_dataloader" or not isinstance(module, DCPDataModule) or overrides_val(module):
+            return super().is_defined()
+        trainer = module.trainer
+        return trainer is not None and is_overridden("validation_step", trainer.lightning_module)
+
+
+def overrides_val(module: DCPDataModule) -> bool:
+    """Whether a user's data module says itself what its validation loaders are."""
+    return is_overridden("val_dataloader", module, parent=DCPDataModule)
+
+
+def loaders_in(collection: Any, world_size: int) -> Any:
+    """The loaders that a ``CombinedLoader`` holds; anything else as it is.
+
+    Raises:
+        MisconfigurationException: they are not gone through one after the other.
+    """
+    if not isinstance(collection, CombinedLoader):
+        return collection
+    if collection._mode != "sequential" and world_size > 1:
+        raise MisconfigurationException(
+            f"evaluation over CombinedLoader(mode={collection._mode!r}) on {world_size} ranks: only "
+            'mode="sequential" is allowed, since each sample is evaluated on one rank and batches of several loaders '
+            "would be cut in different places. Give a list of loaders, or use one device"
+        )
+    return collection.iterables if collection._mode == "sequential" else collection
+
+
+def record_indices(loader: EvaluationLoader) -> None:
+    """Let prediction writers see the indices: the Trainer reads them from a wrapper of its own class only."""
+    loader.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)
+
 
 def convert_loaders(trainer: pl.Trainer, convert: Convert) -> None:
     """Put a conversion between the user's loaders and the Trainer's loops, for as long as the trainer lives.
@@ -197,14 +242,7 @@ def convert_loaders(trainer: pl.Trainer, convert: Convert) -> None:
             them, and the name of the hook (``"train_dataloader"``, ``"val_dataloader"``, ``"test_dataloader"``,
             ``"predict_dataloader"``).
     """
-    loops: tuple[Any, ...] = (
-        trainer.fit_loop,
-        trainer.fit_loop.epoch_loop.val_loop,
-        trainer.validate_loop,
-        trainer.test_loop,
-        trainer.predict_loop,
-    )
-    for loop in loops:
+    for loop in (trainer.fit_loop, *_evaluation_loops(trainer), trainer.predict_loop):
         source = loop._data_source
         if isinstance(source, _ConvertedSource):
             source.convert = convert
@@ -239,7 +277,8 @@ def steps_pass_transfer_hooks(module: pl.LightningModule) -> Iterator[Callable[[
     original = module._on_before_batch_transfer
 
     def before_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
-        return batch if isinstance(batch, DCPBatch) else original(batch, dataloader_idx)
+        ours = isinstance(batch, DCPBatch | EvaluationItem)
+        return batch if ours else original(batch, dataloader_idx)
 
     module.__dict__["_on_before_batch_transfer"] = before_transfer
     try:
@@ -298,3 +337,69 @@ def notify_sigterm(trainer: pl.Trainer, asked: Callable[[], bool]) -> None:
 def end_by_sigterm(trainer: pl.Trainer) -> None:
     """Let the Trainer raise its ``SIGTERMException`` at the end of the batch; called by all ranks in the same one."""
     trainer._signal_connector.received_sigterm = True
+
+
+def _evaluation_loops(trainer: pl.Trainer) -> tuple[Any, ...]:
+    return trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
+
+
+Around = Callable[[Any, Callable[[], None]], bool]
+"""Gets an item and what runs it with all hooks; says whether what was predicted counts."""
+
+
+@contextmanager
+def around_evaluation(trainer: pl.Trainer, around: Around) -> Iterator[None]:
+    """Run something around each item of validation, test and prediction, with all its hooks and logging.
+
+    No public hook encloses them: the module's own ``on_validation_batch_end`` comes after those of all callbacks.
+
+    Args:
+        trainer: whose loops.
+        around: see :data:`Around`.
+    """
+    loops = dict.fromkeys(_evaluation_loops(trainer), "_evaluation_step")
+    loops[trainer.predict_loop] = "_predict_step"
+    for loop, name in loops.items():
+        vars(loop)[name] = _enclosed(trainer, getattr(loop, name), around, name == "_predict_step")
+    try:
+        yield
+    finally:
+        for loop, name in loops.items():
+            vars(loop).pop(name, None)
+
+
+def _enclosed(
+    trainer: pl.Trainer, step: Callable[..., None], around: Around, predicting: bool
+) -> Callable[..., None]:
+    def enclosed(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        def run() -> None:
+            step(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+        if not predicting:
+            around(batch, run)
+            return
+        loop = trainer.predict_loop
+        kept = [values[dataloader_idx] for values in (loop._predictions, loop.epoch_batch_indices)]
+        lengths = [len(values) for values in kept]
+        if not around(batch, run):
+            for values, length in zip(kept, lengths, strict=True):
+                del values[length:]
+
+    return enclosed
+
+
+def _write_nothing(*args: Any, **kwargs: Any) -> None:
+    """What is called in the place of a writer's hook."""
+
+
+@contextmanager
+def silent_writers(trainer: pl.Trainer) -> Iterator[None]:
+    """Keep predictions that do not count from the writers that write by batch."""
+    writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]  # type: ignore[attr-defined]
+    for writer in writers:
+        vars(writer)["on_predict_batch_end"] = _write_nothing
+    try:
+        yield
+    finally:
+        for writer in writers:
+            vars(writer).pop("on_predict_batch_end", None)

@@ -204,18 +204,47 @@ class DCPDataModule(pl.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> Any:
-        """A plain loader over ``val_dataset``; none where it is not set and the run only trains."""
+        """A loader over ``val_dataset``; none where it is not set and the run only trains."""
         if self.val_dataset is None and is_fitting(self.trainer):
             return []
-        return self._evaluation_loader("val_dataset")
+        return self.evaluation_loader(self._required("val_dataset"))
 
     def test_dataloader(self) -> Any:
-        """A plain loader over ``test_dataset``."""
-        return self._evaluation_loader("test_dataset")
+        """A loader over ``test_dataset``."""
+        return self.evaluation_loader(self._required("test_dataset"))
 
     def predict_dataloader(self) -> Any:
-        """A plain loader over ``predict_dataset``."""
-        return self._evaluation_loader("predict_dataset")
+        """A loader over ``predict_dataset``."""
+        return self.evaluation_loader(self._required("predict_dataset"))
+
+    def evaluation_loader(self, dataset: Any) -> DataLoader[Any]:
+        """A loader of ``eval_batch_size`` samples at a time, collated as in training.
+
+        For overrides of ``val_dataloader`` and the others that return several::
+
+            return [self.evaluation_loader(self.easy), self.evaluation_loader(self.hard)]
+
+        A plain ``DataLoader`` for every strategy; ``DCPStrategy`` reads it on groups of ranks, each sample once.
+
+        Args:
+            dataset: has ``__len__`` and ``__getitem__``.
+        """
+        size = dataset_size(dataset)
+        shapes = self._cheap_shapes(dataset, size)
+        trained = self._keeper.loader
+        axes = trained.shapes.shape[1] if trained is not None else 1
+        options = self.loader_options
+        return DataLoader(
+            IndexedDataset(dataset),
+            batch_size=self.eval_batch_size,
+            shuffle=False,
+            num_workers=options.num_workers,
+            collate_fn=EvaluationCollate(hooks=self, shapes=shapes, axes=axes),
+            pin_memory=options.pin_memory,
+            worker_init_fn=options.worker_init_fn,
+            multiprocessing_context=options.multiprocessing_context if options.num_workers else None,
+            persistent_workers=options.num_workers > 0,
+        )
 
     # ------------------------------------------------------------------ position in checkpoints
 
@@ -260,25 +289,6 @@ class DCPDataModule(pl.LightningDataModule):
                 f"a step holds {samples} samples for {ranks} ranks; a rank without a sample only waits, unless "
                 "long samples are split over several ranks. Raise global_batch_size or use fewer devices"
             )
-
-    def _evaluation_loader(self, name: str) -> DataLoader[Any]:
-        dataset = self._required(name)
-        size = dataset_size(dataset)
-        shapes = self._cheap_shapes(dataset, size)
-        trained = self._keeper.loader
-        axes = trained.shapes.shape[1] if trained is not None else 1
-        options = self.loader_options
-        return DataLoader(
-            IndexedDataset(dataset),
-            batch_size=self.eval_batch_size,
-            shuffle=False,
-            num_workers=options.num_workers,
-            collate_fn=EvaluationCollate(collate=self.collate, shapes=shapes, axes=axes),
-            pin_memory=options.pin_memory,
-            worker_init_fn=options.worker_init_fn,
-            multiprocessing_context=options.multiprocessing_context if options.num_workers else None,
-            persistent_workers=options.num_workers > 0,
-        )
 
     def _cheap_shapes(self, dataset: Any, size: int) -> IntArray | None:
         """Shapes that are known without reading the samples; else each batch measures its own."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lightning_dcp.sequence_parallel.attention import attention, local_attention
 from lightning_dcp.sequence_parallel.context import current
+from lightning_dcp.sequence_parallel.counting import once
 from lightning_dcp.sequence_parallel.loss import loss_sum
 from lightning_dcp.sequence_parallel.random import rand_per_sample
 from lightning_dcp.sequence_parallel.ulysses import gather, split, switch
@@ -18,6 +19,7 @@ __all__ = [
     "gather",
     "local_attention",
     "loss_sum",
+    "once",
     "rand_per_sample",
     "split",
     "switch",

@@ -56,7 +56,10 @@ class MicroBatchContext:
         seed, epoch: with the sample id they determine the random numbers of ``rand_per_sample``.
         weighting: whether the objective is the mean over items (tokens) or over samples.
         items_per_sample_B: valid items of each whole (unsharded) sample, float64; needed by sample weighting.
+        is_copy: the samples belong to another rank's item of the same evaluation, and nothing of this call counts. It
+            runs so that all ranks call equally often; never set in training.
         interceptions: calls of scaled_dot_product_attention that were exchanged over the group.
+        gathers: calls of ``gather`` over the group.
         failures: reasons why the result is void. They are raised on all ranks after the micro-batch, since an
             exception in one rank would leave its peers waiting in the next exchange.
         masks_differ: set by the exchange, on the device, to a value above zero where ranks disagree on a mask.
@@ -71,7 +74,9 @@ class MicroBatchContext:
     epoch: int = 0
     weighting: LossWeighting = "token"
     items_per_sample_B: torch.Tensor | None = None
+    is_copy: bool = False
     interceptions: int = 0
+    gathers: int = 0
     failures: list[str] = field(default_factory=list)
     masks_differ: torch.Tensor | None = None
 

@@ -67,6 +67,7 @@ def gather(x: Tensor, dim: int = 1, group: SPGroup | None = None) -> Tensor:
     group = current().group if group is None else group
     if group.size == 1:
         return x
+    current().gathers += 1
     result: Tensor = _apply(_Gather, group, dim % x.dim(), x)
     return result
 
