@@ -7,8 +7,16 @@ from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+)
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
+
+from lightning_dcp.upstream import gives_first_weights_back
 
 SUPPORTED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
@@ -34,6 +42,11 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     if precision not in SUPPORTED_PRECISIONS:
         raise MisconfigurationException(
             f"Trainer(precision={precision!r}) together with DCPStrategy: allowed are {SUPPORTED_PRECISIONS}"
+        )
+    if trainer.gradient_clip_algorithm == "value":
+        raise MisconfigurationException(
+            "Trainer(gradient_clip_algorithm='value') together with DCPStrategy: allowed is 'norm', as DeepSpeed clips "
+            "no single values. Use gradient_clip_algorithm='norm'"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)
@@ -81,8 +94,16 @@ def _check_callback(callback: pl.Callback) -> None:
         ThroughputMonitor: "it takes every rank's batch for equal; DCPCallback reports throughput from the plans",
         BatchSizeFinder: "the planner chooses the batch size of each micro-batch from the profile",
         LearningRateFinder: "its schedule cannot drive the optimizer of DeepSpeed; look for the rate on one device",
+        BaseFinetuning: "DeepSpeed divides the parameters over the ranks once, so no group can be added within a fit; "
+        "train the head in one fit, then unfreeze and start a second one from its weights",
         GradientAccumulationScheduler: "the planner chooses the number of micro-batches of each step",
     }
+    if isinstance(callback, ModelPruning) and gives_first_weights_back(callback):
+        raise MisconfigurationException(
+            "The callback ModelPruning(use_lottery_ticket_hypothesis=True) cannot be used with DCPStrategy: the first "
+            "weights that it gives back would be lost at the next step, which goes on from the optimizer's own copies. "
+            "Use use_lottery_ticket_hypothesis=False"
+        )
     for kind, reason in reasons.items():
         if isinstance(callback, kind):
             raise MisconfigurationException(

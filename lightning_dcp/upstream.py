@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Union, get_args
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelPruning
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -265,6 +265,11 @@ def check_given_loaders(trainer: pl.Trainer, check: Callable[[Any], None]) -> No
 def forget_train_loader(trainer: pl.Trainer) -> None:
     """Let the fit loop ask again for its loader, and for the number of its steps, before it begins."""
     trainer.fit_loop._combined_loader = None
+
+
+def gives_first_weights_back(callback: ModelPruning) -> bool:
+    """Whether pruning starts again from the first weights (lottery ticket hypothesis), which it sets by ``.data``."""
+    return bool(callback._use_lottery_ticket_hypothesis)
 
 
 @contextmanager

@@ -132,6 +132,7 @@ def kill_all(pool: Pool, folder: Path, chosen: Sequence[Job], seed: int) -> list
     'with `ModelCheckpoint(save_last=True)` and `ckpt_path="last"`: each sample of the epoch once, on the same ranks '
     "bit-equal weights",
 )
+@pytest.mark.timeout(900)
 def test_killed_at_any_moment_and_resumed_on_any_ranks(pool: Pool, tmp_path: Path) -> None:
     """Momentum, two groups and a schedule, two shuffled epochs; with fixed steps and with drawn ones."""
     assert len(kill_all(pool, tmp_path, jobs(tmp_path)[:3], 7)) >= 12

@@ -14,7 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -51,6 +56,11 @@ def test_manual_optimization() -> None:
     _refused("automatic_optimization=False.*automatic optimization only", _Manual())
 
 
+@pytest.mark.feature(
+    "Callbacks",
+    "`BackboneFinetuning`, `BaseFinetuning`",
+    "refused: train the head in one fit, then unfreeze and start a second one from its weights",
+)
 @pytest.mark.feature("Callbacks", "`BatchSizeFinder`", "refused")
 @pytest.mark.feature("Callbacks", "`ThroughputMonitor`", "refused: `DCPCallback` reports throughput")
 @pytest.mark.feature("Callbacks", "`LearningRateFinder`", "refused: look for the rate on one device")
@@ -62,10 +72,21 @@ def test_manual_optimization() -> None:
         (lambda: ThroughputMonitor(batch_size_fn=len), "ThroughputMonitor"),
         (lambda: LearningRateFinder(), "LearningRateFinder"),
         (lambda: GradientAccumulationScheduler({0: 1, 4: 2}), "GradientAccumulationScheduler"),
+        (lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=2), "BaseFinetuning"),
     ],
 )
 def test_callbacks(callback: Callable[[], pl.Callback], name: str) -> None:
     _refused(f"callback {name} cannot be used with DCPStrategy: .*Remove the callback", callbacks=[callback()])
+
+
+@pytest.mark.feature("Trainer", '`gradient_clip_algorithm="value"`', "refused: clip by norm")
+def test_clipping_by_value() -> None:
+    """huggingface/transformers#9168."""
+    _refused(
+        "gradient_clip_algorithm='value'.*allowed is 'norm'",
+        gradient_clip_val=0.1,
+        gradient_clip_algorithm="value",
+    )
 
 
 @pytest.mark.feature("Trainer", '`precision="16-mixed"`, `"16-true"`', "refused")
