@@ -186,7 +186,7 @@ def run_worker(name: str, samples: int, batch_size: int, profile: Path, out: Pat
 def measured(callback: Any) -> dict[str, float]:
     """Totals of a run from the records of its steps."""
     tokens = [record.plan.num_tokens for record in callback.records]
-    seconds = [n / row["tokens_per_second"] for n, row in zip(tokens, callback.metrics, strict=True)]
+    seconds = [row["seconds"] for row in callback.metrics]
     weights = np.asarray(seconds) / sum(seconds)
     computed = sum(m.padded_tokens for record in callback.records for m in record.plan.micro_batches)
     return {

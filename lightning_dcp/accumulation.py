@@ -200,7 +200,8 @@ class StepExecutor:
         spans = clock.spans()
         busy = sum(end - start for start, end in spans)
         tally = self._tally
-        summands = (tally.count, tally.loss_sum, *self.clock.before_vote().summands(busy))
+        mine = self.clock.before_vote()
+        summands = (tally.count, tally.loss_sum, *mine.summands(busy))
         try:
             totals = self.agreement.end(summands, tally.masks_differ, tally.problems)
         except StepError as agreed:
@@ -217,8 +218,8 @@ class StepExecutor:
         if totals.count != self._expected and totals.count > 0:
             # training_step counted otherwise than loss_items: the weights used N = expected, the truth is the vote's.
             self._engine.scale_gradients(self._expected / totals.count)
-        self.clock.voted()
         seconds = clock.elapsed()
+        self.clock.voted(seconds)
         world = self.agreement.world_size
         return StepRecord(
             epoch=item.epoch,
@@ -229,7 +230,7 @@ class StepExecutor:
             spans=spans,
             seconds=seconds,
             idle_ratio=max(0.0, 1.0 - totals.seconds[0] / (world * seconds)) if seconds > 0 else 0.0,
-            times=times_of_all(totals.seconds, seconds, world),
+            times=times_of_all(totals.seconds, mine, seconds, world),
         )
 
     def _zero(self) -> Tensor:

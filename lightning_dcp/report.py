@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +15,17 @@ Span = tuple[float, float]
 """Start and end of a micro-batch on one rank, in seconds."""
 Spans = Sequence[Sequence[Span]]
 """One sequence per rank, in the order of ``plan.of_rank(rank)``."""
+LABELS = {
+    "useful": "useful",
+    "padding": "padding",
+    "recompute": "recompute",
+    "sequence_parallel": "sequence parallelism",
+    "idle": "idle",
+    "update": "optimizer and sync",
+    "data": "waiting for data",
+    "other": "callbacks and loop",
+}
+"""The parts of the time of all ranks, as they are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +85,11 @@ def most_varied(plans: Sequence[IterationPlan]) -> int:
 
 
 def summary_table(
-    records: Sequence[StepReport], *, loss_before: float | None = None, loss_after: float | None = None
+    records: Sequence[StepReport],
+    *,
+    loss_before: float | None = None,
+    loss_after: float | None = None,
+    waterfall: Mapping[str, float] | None = None,
 ) -> str:
     """The closing table of a run.
 
@@ -85,6 +100,7 @@ def summary_table(
         records: the steps, in order.
         loss_before: held-out loss before the first step.
         loss_after: held-out loss after the last.
+        waterfall: where the time of all ranks went, as ``DCPCallback.waterfall()`` gives it.
 
     Raises:
         ValueError: there is no record.
@@ -105,6 +121,10 @@ def summary_table(
     ]
     if loss_before is not None and loss_after is not None:
         rows.insert(0, ("held-out loss", f"{loss_before:.4f} before, {loss_after:.4f} after"))
+    if waterfall is not None:
+        rows.append(
+            ("time of all ranks", ", ".join(f"{share:.1%} {LABELS[name]}" for name, share in waterfall.items()))
+        )
     return "\n".join(_row(label, value) for label, value in rows)
 
 
@@ -179,10 +199,7 @@ def plot_timeline(plan: IterationPlan, measured_spans: Spans | None, path: str |
     try:
         from lightning_dcp._timeline import draw
     except ImportError as error:
-        raise ImportError(
-            "the timeline is drawn with matplotlib, which is not installed; "
-            "install it with: pip install 'lightning-dcp[plots]'"
-        ) from error
+        raise _without_matplotlib("the timeline") from error
     draw(plan, planned_spans(plan), moved, Path(path))
 
 
@@ -194,3 +211,33 @@ def _from_zero(plan: IterationPlan, measured_spans: Spans) -> Spans:
         raise ValueError(f"spans of {found} micro-batches per rank; the plan has {expected}")
     start = min((s for spans in measured_spans for s, _ in spans), default=0.0)
     return [[(s - start, e - start) for s, e in spans] for spans in measured_spans]
+
+
+def plot_waterfall(waterfall: Mapping[str, float], path: str | Path) -> None:
+    """Draw where the time of all ranks went: from the whole down to what was useful, part by part.
+
+    Args:
+        waterfall: shares that add up to 1, as ``DCPCallback.waterfall()`` gives them.
+        path: where to write the PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the shares have other names, or do not add up to 1.
+    """
+    if waterfall.keys() != LABELS.keys() or abs(sum(waterfall.values()) - 1.0) > 0.01:
+        raise ValueError(
+            f"shares {dict(waterfall)} add up to {sum(waterfall.values()):.3f}; needed are {', '.join(LABELS)}, which "
+            "add up to 1. Take DCPCallback.waterfall() after at least one step"
+        )
+    try:
+        from lightning_dcp._waterfall import draw
+    except ImportError as error:
+        raise _without_matplotlib("the waterfall") from error
+    draw([(LABELS[name], waterfall[name]) for name in LABELS], Path(path))
+
+
+def _without_matplotlib(what: str) -> ImportError:
+    return ImportError(
+        f"{what} is drawn with matplotlib, which is not installed; "
+        "install it with: pip install 'lightning-dcp[plots]'"
+    )

@@ -13,6 +13,7 @@ from lightning_dcp.checkpoint import CheckpointedStrategy
 from lightning_dcp.collectives import WorldCalls
 from lightning_dcp.data.batch import DCPBatch
 from lightning_dcp.data.loader import DCPLoader
+from lightning_dcp.metrics import FlopCount
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.planners import Planner
 from lightning_dcp.planners.diagnosis import diagnose
@@ -77,6 +78,16 @@ class RunningStrategy(CheckpointedStrategy):
     def profile(self) -> Profile:
         """The profile that plans are made with."""
         return self._need(self._profile, "profile")
+
+    @property
+    def flops(self) -> FlopCount | None:
+        """Operations of a sample by its shape; ``None`` where they could not be counted."""
+        return self._need(self._prepared, "flops").flops
+
+    @property
+    def loader(self) -> DCPLoader:
+        """The train loader."""
+        return self._need(self._loader, "loader")
 
     @property
     def plan(self) -> IterationPlan:

@@ -85,12 +85,14 @@ class RankTimes:
         data: waiting for the loader.
         other: everything else before the first agreement.
         start: in the first agreement, where the ranks wait for the one that comes last.
+        last: from the first agreement of the step before to its vote.
     """
 
     update: float
     data: float
     other: float
     start: float
+    last: float = 0.0
 
     def summands(self, busy: float) -> tuple[float, ...]:
         """What is summed over the ranks for :func:`times_of_all`.
@@ -102,26 +104,31 @@ class RankTimes:
         return (busy, *astuple(self), *weighted)
 
 
-def times_of_all(sums: Sequence[float], seconds: float, world_size: int) -> StepTimes:
+def times_of_all(sums: Sequence[float], mine: RankTimes, seconds: float, world_size: int) -> StepTimes:
     """Where the time of all ranks went, from :meth:`RankTimes.summands` summed over them.
 
     The first agreement ends for all when the last rank arrives. What the others waited in it is waiting for data or
     other time, in the proportion in which the last rank had more of each than the mean of all ranks. What the last
     rank itself spent there is the agreement's own cost.
 
+    From the first agreement to the vote all ranks take as long as this one, but for noise; what that made wrong in the
+    step before is known from the sums, and put right in this one.
+
     Args:
         sums: the summands, summed.
-        seconds: from the first agreement to the vote, the same for all ranks but for noise.
+        mine: those of this rank.
+        seconds: from the first agreement to the vote on this rank.
         world_size: number of ranks.
     """
-    busy, update, data, other, start, weight, *weighted = sums
+    busy, update, data, other, start, last, weight, *weighted = sums
+    correction = last - world_size * mine.last
     of_last = [value / weight for value in weighted]
     cost = min(start, world_size * of_last[2])
     late = [max(0.0, of_last[i] - mean / world_size) for i, mean in enumerate((data, other))]
     waited, share = (start - cost, late[0] / sum(late)) if sum(late) > 0 else (0.0, 0.0)
     return StepTimes(
         busy=busy,
-        idle=max(0.0, world_size * seconds - busy),
+        idle=max(0.0, world_size * seconds + correction - busy),
         update=update + start - waited,
         data=data + waited * share,
         other=other + waited * (1.0 - share),
@@ -140,6 +147,7 @@ class StepClock:
         self._marker = Marker(device)
         self._waited = waited
         self._waited_before = 0.0
+        self._last = 0.0
         self._voted: Mark | None = None
         self._updated: Mark | None = None
         self._resumed: Mark | None = None
@@ -171,10 +179,12 @@ class StepClock:
         self._waited_before = waited
         first = self._voted is None or self._updated is None
         update = 0.0 if first else between(self._voted, self._updated)  # type: ignore[arg-type]
-        return RankTimes(update=update, data=data, other=outside - data, start=between(self._arrived, self._begun))
+        start = between(self._arrived, self._begun)
+        return RankTimes(update=update, data=data, other=outside - data, start=start, last=self._last)
 
-    def voted(self) -> None:
-        """The vote is over; reduction and update follow."""
+    def voted(self, seconds: float) -> None:
+        """The vote is over, so many seconds after the first agreement; reduction and update follow."""
+        self._last = seconds
         self._voted, self._updated, self._resumed = self._marker.now(), None, None
 
     def updated(self) -> None:

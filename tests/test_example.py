@@ -184,7 +184,10 @@ def test_command_trains_and_reports(tmp_path: Path) -> None:
     losses = re.search(r"held-out loss +([\d.]+) before, ([\d.]+) after", summary)
     assert losses is not None
     assert float(losses[2]) < float(losses[1])
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("step.png", "waterfall.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"^time of all ranks +[\d.]+% useful", summary, re.MULTILINE)
+    assert "samples trained exactly once" in done.stdout + done.stderr
     assert (tmp_path / "last.ckpt").exists()
     with (tmp_path / "stdlib" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["loss"]]

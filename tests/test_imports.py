@@ -31,7 +31,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("data", "recompute", "sequence_parallel", "metrics", "models"),
     ("agreement", "engine", "memory", "seeding", "timing"),
     ("audit",),
-    ("simulate", "report", "_timeline", "records"),
+    ("simulate", "report", "_timeline", "_waterfall", "records"),
     ("planners", "virtual"),
     ("lengths",),
     ("cost",),

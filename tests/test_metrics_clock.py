@@ -13,11 +13,11 @@ from lightning_dcp.timing import RankTimes, StepClock, times_of_all
 
 def _times(ranks: list[RankTimes], busy: list[float], seconds: float) -> StepTimes:
     sums = [sum(row) for row in zip(*(r.summands(b) for r, b in zip(ranks, busy, strict=True)), strict=True)]
-    return times_of_all(sums, seconds, len(ranks))
+    return times_of_all(sums, ranks[0], seconds, len(ranks))
 
 
 def _rank(update: float, data: float, other: float, start: float) -> RankTimes:
-    return RankTimes(update=update, data=data, other=other, start=start)
+    return RankTimes(update=update, data=data, other=other, start=start, last=2.0)
 
 
 def test_who_waits_for_data_of_another_rank_waits_for_data() -> None:
@@ -45,6 +45,13 @@ def test_ranks_that_come_together_pay_for_the_agreement_only() -> None:
     assert _times([_rank(0.0, 0.0, 0.0, 0.0)], [0.5], 0.4).idle == 0.0
 
 
+def test_noise_of_one_rank_is_put_right_a_step_later() -> None:
+    """Rank 0 was held up for 0.1 s in leaving a vote and took all ranks for as late."""
+    ranks = [RankTimes(update=0.0, data=0.0, other=0.0, start=0.0, last=last) for last in (1.1, 1.0, 1.0)]
+    assert _times(ranks, [0.5] * 3, 1.0).idle == pytest.approx(1.5 - 0.2)
+    assert _times(ranks, [1.0] * 3, 1.0).idle == 0.0
+
+
 def test_the_clock_leaves_out_what_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake clock: update 1 s, 2 s of callbacks, 4 s of validation, 8 s of loop, 16 s in the first agreement."""
     now, waited = [100.0], [0.0]
@@ -52,10 +59,10 @@ def test_the_clock_leaves_out_what_is_no_time_of_a_step(monkeypatch: pytest.Monk
     clock = StepClock(torch.device("cpu"), lambda: waited[0])
     clock.arrived()
     clock.begun()
-    assert astuple(clock.before_vote()) == (0.0, 0.0, 0.0, 0.0)
+    assert astuple(clock.before_vote()) == (0.0, 0.0, 0.0, 0.0, 0.0)
     seen = []
     for validated in (True, False):
-        clock.voted()
+        clock.voted(7.0)
         now[0] += 1.0
         clock.updated()
         now[0] += 2.0
@@ -70,4 +77,4 @@ def test_the_clock_leaves_out_what_is_no_time_of_a_step(monkeypatch: pytest.Monk
         clock.begun()
         now[0] += 32.0
         seen.append(astuple(clock.before_vote()))
-    assert seen == [(1.0, 3.0, 5.0, 16.0), (1.0, 3.25, 6.75, 16.0)]
+    assert seen == [(1.0, 3.0, 5.0, 16.0, 7.0), (1.0, 3.25, 6.75, 16.0, 7.0)]

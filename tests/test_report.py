@@ -17,6 +17,7 @@ from lightning_dcp.report import (
     most_varied,
     planned_spans,
     plot_timeline,
+    plot_waterfall,
     summary_table,
 )
 
@@ -49,6 +50,10 @@ def _plan() -> IterationPlan:
     )
 
 
+WATERFALL = {
+    "useful": 0.4, "padding": 0.05, "recompute": 0.05, "sequence_parallel": 0.1, "idle": 0.2, "update": 0.1,
+    "data": 0.05, "other": 0.05,
+}  # fmt: skip
 SPANS = [[(5.0, 5.1), (5.1, 5.14), (5.14, 5.17)], [(5.0, 5.1), (5.12, 5.14)]]
 
 
@@ -86,6 +91,14 @@ def test_table_weighs_steps_by_their_length() -> None:
         "steps with g =": "0: 1, 1: 1, 2: 1, 3: 1",
         "steps with r =": "0: 2, 3: 1",
     }
+
+
+def test_table_ends_with_where_the_time_went() -> None:
+    table = summary_table([StepReport(plan=_plan(), seconds=3.0)], waterfall=WATERFALL)
+    assert " ".join(table.split()).endswith(
+        "time of all ranks 40.0% useful, 5.0% padding, 5.0% recompute, 10.0% sequence parallelism, 20.0% idle, "
+        "10.0% optimizer and sync, 5.0% waiting for data, 5.0% callbacks and loop"
+    )
 
 
 def test_table_says_what_is_not_known() -> None:
@@ -148,12 +161,34 @@ def test_timeline_refuses_spans_of_another_step(tmp_path: Path) -> None:
         plot_timeline(_plan(), [SPANS[0], SPANS[1][:1]], tmp_path / "step.png")
 
 
+def test_waterfall_shows_what_is_useful_and_what_is_lost(tmp_path: Path) -> None:
+    import matplotlib.image
+
+    path = tmp_path / "waterfall.png"
+    plot_waterfall(WATERFALL, path)
+    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int)
+    areas = []
+    for colour in ("009E73", "E69F00"):
+        wanted = np.array([int(colour[i : i + 2], 16) for i in (0, 2, 4)])
+        areas.append(int((pixels == wanted).all(axis=-1).sum()))
+    assert areas[0] / sum(areas) == pytest.approx(0.4, abs=0.02)
+
+
+@pytest.mark.parametrize("shares", [{}, {**WATERFALL, "idle": 0.5}, {**WATERFALL, "more": 0.0}])
+def test_waterfall_that_does_not_add_up_is_refused(shares: dict[str, float], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"needed are useful, padding, .*Take DCPCallback.waterfall\(\) after"):
+        plot_waterfall(shares, tmp_path / "waterfall.png")
+
+
 def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "lightning_dcp._timeline", raising=False)
     with pytest.raises(ImportError, match=r"lightning-dcp\[plots\]"):
         plot_timeline(_plan(), SPANS, tmp_path / "step.png")
+    monkeypatch.delitem(sys.modules, "lightning_dcp._waterfall", raising=False)
+    with pytest.raises(ImportError, match=r"lightning-dcp\[plots\]"):
+        plot_waterfall(WATERFALL, tmp_path / "waterfall.png")
 
 
 def test_report_needs_neither_torch_nor_matplotlib() -> None:

@@ -17,11 +17,11 @@ from model import ByteModel
 from torch.nn import functional as F
 
 from lightning_dcp import DCPCallback
-from lightning_dcp.report import StepReport, most_varied, plot_timeline, summary_table
+from lightning_dcp.report import StepReport, most_varied, plot_timeline, plot_waterfall, summary_table
 
 
 class ClosingReport(L.Callback):
-    """Held-out loss before and after, a table of the run and the picture of one step.
+    """Held-out loss before and after, a table of the run, pictures of one step and of where the time went.
 
     Args:
         dcp: keeps the records of the steps.
@@ -53,7 +53,7 @@ class ClosingReport(L.Callback):
         steps = [
             StepReport(
                 plan=record.plan,
-                seconds=record.plan.num_tokens / metrics["tokens_per_second"],
+                seconds=metrics["seconds"],
                 idle=record.idle_ratio,
             )
             for record, metrics in zip(dcp.records, dcp.metrics, strict=True)
@@ -61,7 +61,9 @@ class ClosingReport(L.Callback):
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         plot_timeline(plans[shown], spans, folder / "step.png")
-        self.text = summary_table(steps, loss_before=self._loss_before, loss_after=loss_after)
+        waterfall = dcp.waterfall()
+        plot_waterfall(waterfall, folder / "waterfall.png")
+        self.text = summary_table(steps, loss_before=self._loss_before, loss_after=loss_after, waterfall=waterfall)
         (folder / "summary.txt").write_text(self.text + "\n")
 
 
@@ -92,8 +94,8 @@ class ReportingCLI(LightningCLI):
     def after_fit(self) -> None:
         """Print what rank 0 has written."""
         if self.report.text:
-            print(f"\n{self.report.text}\n\nwritten to {self.trainer.default_root_dir}: step.png, summary.txt,")
-            print("metrics.csv and the checkpoints")
+            print(f"\n{self.report.text}\n\nwritten to {self.trainer.default_root_dir}: step.png, waterfall.png,")
+            print("summary.txt, metrics.csv and the checkpoints")
 
 
 def main() -> None:

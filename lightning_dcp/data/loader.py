@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -149,6 +148,10 @@ class DCPLoader:
     def refused_ids(self) -> IntArray:
         """Samples of the dataset that fit no setting and are left out of every epoch, ascending."""
         return self.sampler.left_out
+
+    def left_samples(self) -> IntArray:
+        """Samples of the dataset that the steps to come of the epoch have, in its order; one may stand twice."""
+        return self.sampler.left_ids() % len(self.shapes)
 
     def receipt(self) -> Receipt:
         """What became of the samples of the running epoch, or of the last one before the next one begins."""

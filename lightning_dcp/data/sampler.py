@@ -82,6 +82,16 @@ class StepSampler(Standing):
         order, epoch = self._steps.order, self._epoch
         return EpochDraw(self._left.copy(), order.samples(epoch), partial(order.places, epoch))
 
+    @property
+    def consumed_of_epoch(self) -> int:
+        """Samples of the epoch that were consumed."""
+        return self._left.size - self._left.left
+
+    def left_ids(self) -> IntArray:
+        """Samples of the epoch that were not consumed, in its order."""
+        ids: IntArray = self._steps.order.samples(self._epoch)[self._left.places()]
+        return ids
+
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; called by Lightning before each one.
 

@@ -16,12 +16,13 @@ from lightning_dcp.data.loader import DCPLoader, PlanningContext
 from lightning_dcp.data.module import DCPDataModule
 from lightning_dcp.execution import LossSettings, MicroBatchRunner
 from lightning_dcp.memory import least_of_all, memory_bytes
-from lightning_dcp.plan import MicroBatch
+from lightning_dcp.metrics import FlopCount
+from lightning_dcp.plan import MicroBatch, Shape
 from lightning_dcp.planners.protocol import Limits, Planner
 from lightning_dcp.preparation.settings import Settings, Site
 from lightning_dcp.preparation.sizes import Sizes, short_samples, sp_sizes
 from lightning_dcp.profile import Profile
-from lightning_dcp.profiling import obtain_profile
+from lightning_dcp.profiling import count_flops, obtain_profile
 from lightning_dcp.recompute import RecomputeSwitch, find_families
 from lightning_dcp.selfcheck import Freedoms, self_check
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
@@ -57,6 +58,7 @@ class Prepared:
     sizes: Sizes
     profile_was_read: bool
     load: Callable[[MicroBatch], Batch]
+    flops: FlopCount | None = None
 
     def planning(self, rank: int, profile: Profile) -> PlanningContext:
         """What the loader plans with."""
@@ -136,7 +138,13 @@ def prepare(
         sizes=sizes,
         profile_was_read=was_there,
         load=load,
+        flops=count_flops(single, site.rank, site.world_size, _short(loader, 4), load),
     )
+
+
+def _short(loader: DCPLoader, count: int) -> list[tuple[int, Shape]]:
+    """Positions and shapes of a few short samples."""
+    return [(i, shape_of(loader.shapes[i])) for i in short_samples(loader.shapes, count)]
 
 
 def _loss_settings(loss: LossSettings, loader: DCPLoader) -> LossSettings:

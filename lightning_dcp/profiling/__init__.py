@@ -1,5 +1,6 @@
 """Measuring a model: two layers of it, a few sizes, no trace left (paper 3.5)."""
 
+from lightning_dcp.profiling.flops import count_flops
 from lightning_dcp.profiling.measure import Survey, measure
 from lightning_dcp.profiling.obtain import obtain_profile
 from lightning_dcp.profiling.probe import Subject
@@ -15,6 +16,7 @@ __all__ = [
     "Subject",
     "Survey",
     "Wanted",
+    "count_flops",
     "load_or_measure",
     "measure",
     "obtain_profile",

@@ -6,7 +6,7 @@ layer is recomputed and never sees the calls inside ``nn.MultiheadAttention``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -54,6 +54,20 @@ def _replaced(replacement: SDPA) -> Iterator[None]:
     finally:
         functional.scaled_dot_product_attention = original
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def replaced_attention(wrap: Callable[[SDPA], SDPA]) -> Iterator[None]:
+    """Watch every ``scaled_dot_product_attention``, at ``p = 1``.
+
+    Args:
+        wrap: makes, from the function that stands there, the one to put in its place.
+    """
+    original: SDPA = functional.scaled_dot_product_attention
+    watching = wrap(original)
+    vars(watching)[RECORDER_ORIGINAL] = original
+    with _replaced(watching):
+        yield
 
 
 def _exchanging(original: SDPA) -> SDPA:

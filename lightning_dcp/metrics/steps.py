@@ -29,7 +29,9 @@ def step_metrics(record: StepRecord, seconds: float) -> dict[str, float]:
     """
     plan = record.plan
     return {
-        "tokens_per_second": plan.num_tokens / seconds if seconds > 0 else 0.0,
+        "seconds": seconds,
+        "seconds_planned": plan.makespan / 1e9,
+        "seconds_measured": record.seconds,
         "idle_planned": plan.idle_ratio,
         "idle_measured": record.idle_ratio,
         "padding": plan.padding_ratio,
