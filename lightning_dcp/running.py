@@ -85,11 +85,6 @@ class RunningStrategy(CheckpointedStrategy):
         return self._need(self._prepared, "flops").flops
 
     @property
-    def loader(self) -> DCPLoader:
-        """The train loader."""
-        return self._need(self._loader, "loader")
-
-    @property
     def plan(self) -> IterationPlan:
         """Plan of the running step, or of the last one."""
         return self._need(self._item, "plan").plan.iteration

@@ -174,10 +174,11 @@ def _fit_slow(world_size: int) -> tuple[list[StepTimes], list[float], dict[str, 
 def test_sleeps_show_where_they_are(pool: Pool, world_size: int) -> None:
     """The parts add up to W times the wall-clock that the test measured, and each sleep is in its own part."""
     ranks = pool.run(_fit_slow, world_size, world_size, timeout=120.0)
-    walls = np.sum([np.diff(votes) for _, votes, _, _ in ranks], axis=0)
+    walls = sum(votes[-1] - votes[0] for _, votes, _, _ in ranks)
+    # A rank takes the others for as late as itself in the last step; the mean of all has no such noise.
+    assert np.mean([sum(t.total for t in times[1:]) for times, *_ in ranks]) == pytest.approx(walls, rel=0.01)
     for times, _, shares, metrics in ranks:
-        totals = np.asarray([t.total for t in times[1:]])
-        assert totals.sum() == pytest.approx(walls.sum(), rel=0.01)
+        assert sum(t.total for t in times[1:]) == pytest.approx(walls, rel=0.1)
         assert sum(shares.values()) == pytest.approx(1.0, abs=1e-9)
         for step, (name, part) in enumerate(zip(STEPS, times, strict=True)):
             logged = {key: metrics[step][f"time_{key}"] for key in PARTS}

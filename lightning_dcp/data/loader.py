@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
