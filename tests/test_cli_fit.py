@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -420,41 +419,56 @@ def test_all_commands_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
     assert content["lightning_dcp"]["settings"]["planner"] == "static"
 
 
-def _planner_example(folder: str) -> int:
+def _other_examples(folder: str) -> dict[str, Any]:
+    """The example of planner options, and data that are no DCPDataModule."""
+    out: dict[str, Any] = {}
     with _in_example():
         words = ["--config=planner.yaml", "--data.max_bytes=64", "--trainer.max_steps=2"]
         words += [f"--trainer.default_root_dir={folder}", f"--trainer.strategy.profile={folder}/profile.json"]
         words += [f"--trainer.callbacks.plans_file={folder}/plans.jsonl", "--trainer.limit_val_batches=0"]
-        return call("fit", *words, "--trainer.enable_progress_bar=false")[0]
+        out["planner"] = call("fit", *words, "--trainer.enable_progress_bar=false")[0]
+        plain = [w for w in _words(folder, data="tests.cli_models.Plain") if not w.startswith("--data.")]
+        config = next(w for w in plain if w.startswith("--config"))
+        plain.remove(config)
+        plain += ["--trainer.accelerator=cpu", "--optimizer=SGD", "--optimizer.lr=0.1"]
+        out["plain"] = call("fit", *plain)[0]
+        out["dry"] = call("fit", *plain, "--dry-run")[:2]
+    return out
 
 
-def test_the_example_of_planner_options_trains(pool: Pool, tmp_path: Path) -> None:
+def test_planner_options_and_a_plain_loader_train(pool: Pool, tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#17254; the example of a whole configuration is used by the other tests."""
     (tmp_path / "profile.json").write_text(formula_profile(2, (4,)).to_json())
-    assert pool.run(_planner_example, 2, str(tmp_path), timeout=120.0) == [0, 0]
+    first, second = pool.run(_other_examples, 2, str(tmp_path), timeout=120.0)
+    for out in (first, second):
+        assert (out["planner"], out["plain"], out["dry"][0]) == (0, 0, 0)
     assert len((tmp_path / "plans.jsonl").read_text().splitlines()) == 2
+    assert "24 samples, 402 tokens, 3 steps" in first["dry"][1]
 
 
-def _own_file_and_error(folder: str) -> tuple[int, list[str], str]:
-    """A run without a logger in a folder with the user's own config.yaml, whose second step fails."""
+def _own_file_and_errors(folder: str) -> tuple[list[str], str, tuple[int, str]]:
+    """Runs without a logger in a folder with the user's own config.yaml; then two that fail in his code."""
+    frames: list[str] = []
     with _in_example():
         words = [word for word in _words(folder, model="tests.cli_models.Broken") if "logger" not in word]
-        assert call("fit", *words, "--trainer.logger=false", "--trainer.max_steps=1")[0] == 0
-        assert call("fit", *words, "--trainer.logger=false", "--trainer.max_steps=1")[0] == 0
-        try:
-            return call("fit", *words, "--trainer.logger=false")[0], [], ""
-        except ValueError as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            return -1, [frame.name for frame in frames if frame.filename.endswith("cli_models.py")], str(error)
+        words.append("--trainer.logger=false")
+        assert call("fit", *words, "--trainer.max_steps=1")[0] == 0
+        assert call("fit", *words, "--trainer.max_steps=1")[0] == 0
+        with pytest.raises(ValueError, match="the user's own") as caught:
+            call("fit", *words)
+        frames += [entry.name for entry in caught.traceback if Path(entry.path).name == "cli_models.py"]
+        code, _, err = call("fit", *words, "--model.late=false", "--trainer.strategy.self_check=true")
+    return frames, str(caught.value), (code, err.splitlines()[-1])
 
 
 def test_a_file_of_the_user_stays_and_his_errors_do(pool: Pool, tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#19754: re-runs do not fail, and replace nothing that they did not write."""
     (tmp_path / "profile.json").write_text(formula_profile(1, (4,)).to_json())
     (tmp_path / "config.yaml").write_text("mine: 1\n")
-    assert pool.run(_own_file_and_error, 1, str(tmp_path), timeout=120.0) == [
-        (-1, ["training_step"], "the user's own")
-    ]
+    ((frames, error, (code, sentence)),) = pool.run(_own_file_and_errors, 1, str(tmp_path), timeout=120.0)
+    assert (frames, error) == (["training_step"], "the user's own")
+    assert code == 2, "an error in the self-check is told by it"
+    assert re.search(r"raised ValueError: the user's own \(cli_models.py, line \d+\)", sentence)
     assert (tmp_path / "config.yaml").read_text() == "mine: 1\n"
     assert sorted(path.name for path in tmp_path.glob("*.yaml")) == ["config-1.yaml", "config.yaml"]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dcp.execution import StepOutcome
 from lightning_dcp.selfcheck.samples import Row
+
+_TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +91,16 @@ def _void(outcome: StepOutcome, gradients: Sequence[Tensor | None]) -> list[str]
 
 
 def describe(error: BaseException, module: nn.Module) -> str:
-    """An exception in one sentence, with the innermost module that it passed through."""
+    """An exception in one sentence, with the innermost module that it passed through and the line that caused it."""
     names = {id(part): name for name, part in module.named_modules() if name}
-    inside = ""
+    inside = line = ""
     trace = error.__traceback__
     while trace is not None:
         inside = names.get(id(trace.tb_frame.f_locals.get("self")), inside)
+        file = Path(trace.tb_frame.f_code.co_filename)
+        if not file.is_relative_to(_TORCH):
+            line = f" ({file.name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     lines = str(error).strip().splitlines() or [""]
     where = f" in {inside!r}" if inside else ""
-    return f"it raised {type(error).__name__}{where}: {lines[0]}"
+    return f"it raised {type(error).__name__}{where}: {lines[0]}{line}"
