@@ -10,13 +10,16 @@ import ctypes
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback
 
 from tests.fitting import Case, Data, Module, Result, make_strategy, make_trainer, weights_of
 from tests.pool import PRELOAD
@@ -33,8 +36,6 @@ def case_of(world_size: int, steps: int = 4) -> Case:
 
 def train(folder: str, num_nodes: int, devices: int, **trainer: Any) -> None:
     """Train on as many ranks as the launch has, and write what this rank ends with."""
-    import lightning.pytorch as pl
-
     case = case_of(num_nodes * devices)
     plans: list[str] = []
 
@@ -73,48 +74,77 @@ def read(folder: Path, world_size: int) -> list[dict[str, Any]]:
     return content
 
 
-def start(
+def begin(
     function: Callable[..., Any],
     environments: Sequence[Mapping[str, str]],
     *args: Any,
     namespaces: Sequence[str] = (),
-    timeout: float = 90.0,
-) -> list[str]:
-    """Call a function in one process for each environment; what each raised, as text, empty where it came back.
+) -> list[tuple[Any, Any]]:
+    """Call a function in one process for each environment; each process and where its answer will come.
 
     Args:
         function: top-level.
         environments: variables of each process, beside those of this one without a trace of another launch.
         args: of the function.
         namespaces: name of the network namespace of each process; empty for this one's.
-        timeout: seconds after which all are killed.
-
-    Raises:
-        TimeoutError: a process did not end.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    processes, ends = [], []
+    begun = []
     for index, environment in enumerate(environments):
         ours, theirs = context.Pipe()
         place = namespaces[index] if namespaces else ""
         process = context.Process(target=_run, args=(theirs, dict(environment), place, function, args))
         process.start()
         theirs.close()
-        processes.append(process)
-        ends.append(ours)
-    late: list[int] = []
-    for index, process in enumerate(processes):
-        process.join(timeout if not late else 0.1)
-        if process.exitcode is None:
-            late.append(index)
-            process.kill()
-            process.join()
+        begun.append((process, ours))
+    return begun
+
+
+def finish(begun: Sequence[tuple[Any, Any]], timeout: float = 90.0) -> list[str]:
+    """What each process raised, as text; empty where it came back.
+
+    Raises:
+        TimeoutError: a process did not end in ``timeout`` seconds; all are killed.
+    """
+    deadline = time.monotonic() + timeout
+    for process, _ in begun:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [index for index, (process, _) in enumerate(begun) if process.exitcode is None]
+    for index in late:
+        begun[index][0].kill()
+        begun[index][0].join()
     if late:
         raise TimeoutError(f"processes {late} did not end in {timeout} seconds")
-    return [
-        end.recv() if end.poll() else f"ended with {p.exitcode}" for end, p in zip(ends, processes, strict=True)
-    ]
+    return [end.recv() if end.poll() else f"ended with {process.exitcode}" for process, end in begun]
+
+
+def start(*args: Any, timeout: float = 90.0, **kwargs: Any) -> list[str]:
+    """:func:`begin`, then :func:`finish`."""
+    return finish(begin(*args, **kwargs), timeout)
+
+
+class Watched(Callback):
+    """Leaves a file for what happens to this rank."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        (self.folder / f"pid {trainer.global_rank}").write_text(str(os.getpid()))
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        kind = type(exception).__name__
+        (self.folder / f"ended {trainer.global_rank}").write_text(f"{kind} {trainer.global_step}")
+
+
+def endless(folder: str) -> None:
+    """Two ranks by Lightning's launcher, which runs this file again, until somebody stops them."""
+    sys.modules["__main__"].__spec__ = None
+    sys.argv = [__file__, folder, "endless"]
+    case = case_of(2, steps=1_000_000)
+    trainer = make_trainer(make_strategy(case), case, devices=2, callbacks=[Watched(folder)])
+    trainer.fit(Module(case), datamodule=Data(case))
 
 
 def _run(
@@ -139,4 +169,7 @@ def _run(
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    if sys.argv[2] == "endless":
+        endless(sys.argv[1])
+    else:
+        train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
