@@ -117,10 +117,8 @@ class EvaluatingStrategy(RunningStrategy):
 
     def teardown(self) -> None:
         """Destroy the groups of an evaluation on its own, after an orderly end."""
-        module = self.lightning_module
-        orderly = module is not None and not module.trainer.interrupted
-        if self._prepared is None and self._evaluation_groups is not None and orderly:
-            self._evaluation_groups.close()
+        if self._prepared is None:
+            self._close(self._evaluation_groups)
         super().teardown()
 
     # --- where items are evaluated ------------------------------------------------------------------------------

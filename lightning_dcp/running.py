@@ -134,11 +134,18 @@ class RunningStrategy(CheckpointedStrategy):
         self._loader = self._item = self._last_step = None
 
     def teardown(self) -> None:
-        """Destroy the groups after an orderly end; after an error another rank may be inside an exchange."""
-        module = self.lightning_module
-        if self._prepared is not None and module is not None and not module.trainer.interrupted:
-            self._prepared.groups.close()
+        """Destroy the groups of the fit."""
+        self._close(self._prepared.groups if self._prepared is not None else None)
         super().teardown()
+
+    def _close(self, groups: ProcessGroups | None) -> None:
+        """Destroy groups after an orderly end; after an error another rank may be inside an exchange.
+
+        There are none, and the module may have no trainer, in a notebook whose forked processes did the work.
+        """
+        module = self.lightning_module
+        if groups is not None and module is not None and not module.trainer.interrupted:
+            groups.close()
 
     # --- SIGTERM ------------------------------------------------------------------------------------------------
 
