@@ -44,6 +44,7 @@ class Results(ResultCollection):
         on_log: asked at each kept call with the key and the arguments.
         wide: keys that were logged in float64; the others are shown in float32, as in Lightning.
         uncounted: keys of this epoch with a call that counted nothing.
+        step_weights: what each key counted at its last step.
     """
 
     def __init__(self, training: bool) -> None:
@@ -53,6 +54,7 @@ class Results(ResultCollection):
         self.on_log: Callable[[str, Mapping[str, Any]], None] | None = None
         self.wide: set[str] = set()
         self.uncounted: set[str] = set()
+        self.step_weights: dict[str, float] = {}
 
     def log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
         """As in Lightning, but while calls are kept nothing is added up."""
@@ -115,6 +117,7 @@ class Results(ResultCollection):
             for result in self.values():
                 if result.meta.on_step and result.meta.fx == "training_step":
                     result._forward_cache = None
+        self.step_weights.clear()
         self.count(kept, weights, real=True)
         self.batch_size = max(total, 1.0)  # type: ignore[assignment]
 
@@ -127,7 +130,7 @@ class Results(ResultCollection):
     def _count_values(self, key: str, last: Call, counted: Sequence[tuple[Call, float]]) -> None:
         meta = self[key].meta
         shown = value = _combined(meta.reduce_fx.__name__, counted)
-        total = sum(weight for _, weight in counted)
+        total = self.step_weights[key] = sum(weight for _, weight in counted)
         over_ranks = meta.on_step and meta.sync.should and not meta.sync.rank_zero_only
         if over_ranks:
             assert last.value is not None

@@ -6,16 +6,27 @@ that never had a micro-batch, or that logged other keys, would leave the others 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from lightning_dcp.agreement import StepError, of_all_ranks
 from lightning_dcp.logged import Results
-from lightning_dcp.upstream import LoggedAs, logged_as, new_result, on_epoch_end, replace_results
+from lightning_dcp.upstream import (
+    ListKind,
+    LoggedAs,
+    fill_lists,
+    kept_lists,
+    logged_as,
+    new_result,
+    on_epoch_end,
+    replace_results,
+    watched_at_step,
+)
 
 
 class Entry(NamedTuple):
@@ -28,6 +39,7 @@ class Entry(NamedTuple):
         weight: what they count together.
         wide: logged in float64.
         uncounted: it was logged, though with weight 0.
+        lists: kinds of the lists of values that a torchmetrics object keeps.
     """
 
     logged_as: LoggedAs
@@ -36,6 +48,7 @@ class Entry(NamedTuple):
     weight: float
     wide: bool
     uncounted: bool
+    lists: dict[str, ListKind]
 
 
 def take_over_results(trainer: pl.Trainer) -> None:
@@ -69,13 +82,56 @@ def agree(trainer: pl.Trainer) -> None:
         if key not in results:
             results[key] = new_result(first.logged_as, trainer, is_tensor=not first.is_metric)
         if first.is_metric:
-            _join(results[key], trainer, first.logged_as.metric_attribute)
+            _join(results[key], trainer, list(held.values()))
         else:
             _settle(results, key, list(held.values()), trainer.strategy.root_device)
     # In one order on all ranks, since a torchmetrics object communicates when it is computed.
     ordered = {key: results[key] for key in [*keys, *(key for key in results if key not in keys)]}
     results.clear()
     results.update(ordered)
+
+
+def agree_on_step(trainer: pl.Trainer) -> None:
+    """Give what is watched at this step by a callback or a schedule its value over all ranks; one small gather, by all.
+
+    Only at steps at which something is watched. Each rank would decide by its own value otherwise, a rank without a
+    micro-batch by none, and what follows a decision are collectives.
+
+    Args:
+        trainer: after the vote of a step whose calls of ``self.log`` are counted.
+    """
+    names = watched_at_step(trainer)
+    results = trainer._results
+    if not names or not isinstance(results, Results):
+        return
+    everyones = of_all_ranks(_mine_of_step(results, names), trainer.world_size)
+    for key in dict.fromkeys(key for entries in everyones for key in entries):
+        held = {rank: entries[key] for rank, entries in enumerate(everyones) if key in entries}
+        _check_alike(held)
+        first = next(iter(held.values()))
+        if key not in results:
+            results[key] = new_result(first.logged_as, trainer, is_tensor=True)
+        results[key]._forward_cache = _value(list(held.values()), trainer.strategy.root_device)
+        results[key].has_reset = False
+
+
+def _mine_of_step(results: Results, names: Set[str]) -> dict[str, Entry]:
+    """What counted on this rank in the last step, of the keys with these names."""
+    entries = {}
+    for key, weight in results.step_weights.items():
+        meta, value = results[key].meta, results[key]._forward_cache
+        watched = meta.on_step and not meta.sync.rank_zero_only and {meta.name, meta.forked_name(True)} & names
+        if watched and value is not None:
+            entries[key] = Entry(
+                logged_as=logged_as(meta),
+                is_metric=False,
+                total=float(value) * (weight if meta.is_mean_reduction else 1.0),
+                weight=weight,
+                wide=key in results.wide,
+                uncounted=False,
+                lists={},
+            )
+    return entries
 
 
 def _mine(results: Results) -> dict[str, Entry]:
@@ -101,6 +157,7 @@ def _mine(results: Results) -> dict[str, Entry]:
             weight=float(result.cumulated_batch_size) if counted and weighted else float(counted),
             wide=key in results.wide,
             uncounted=key in results.uncounted,
+            lists=kept_lists(result.value) if is_metric else {},
         )
     return entries
 
@@ -128,15 +185,20 @@ def _settle(results: Results, key: str, held: Sequence[Entry], device: torch.dev
                 "valid label); the key has no value for the epoch"
             )
         return
+    result._computed = _value(counted, device)
+    result.has_reset = False
+
+
+def _value(counted: Sequence[Entry], device: torch.device) -> Tensor:
+    """Mean by weight, sum, least or largest value over the ranks; added up in rank order, so the same on all."""
     totals = [entry.total for entry in counted if entry.total is not None]
     operation = counted[0].logged_as.reduction
     if operation == "mean":
         value = sum(totals) / sum(entry.weight for entry in counted)
     else:
         value = sum(totals) if operation == "sum" else _extreme(operation, totals)
-    dtype = torch.float64 if any(entry.wide for entry in held) else torch.float32
-    result._computed = torch.tensor(value, dtype=dtype, device=device)
-    result.has_reset = False
+    dtype = torch.float64 if any(entry.wide for entry in counted) else torch.float32
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _extreme(operation: str, values: Sequence[float]) -> float:
@@ -144,9 +206,11 @@ def _extreme(operation: str, values: Sequence[float]) -> float:
     return float(getattr(torch.tensor(values, dtype=torch.float64), operation)())
 
 
-def _join(result: Any, trainer: pl.Trainer, attribute: str | None) -> None:
+def _join(result: Any, trainer: pl.Trainer, held: Sequence[Entry]) -> None:
     """Let this rank compute a torchmetrics object of others too, though it may have added nothing to it."""
+    attribute = held[0].logged_as.metric_attribute
     if not result.update_called and attribute is not None:
         result.value = trainer.lightning_module.get_submodule(attribute)
         result._update_count = 1
+    fill_lists(result.value, {name: kind for entry in reversed(held) for name, kind in entry.lists.items()})
     result.has_reset = False

@@ -171,11 +171,17 @@ class RunningStrategy(CheckpointedStrategy):
 
     # --- inside a micro-batch -----------------------------------------------------------------------------------
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a reduction over all ranks inside a micro-batch; elsewhere as under any strategy."""
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Refuse a reduction over all ranks inside a micro-batch; elsewhere as under any strategy.
+
+        The mean of integers is float64: the backend would round it down to an integer.
+        """
         if self.world_calls.refuse("a reduction over all ranks"):
             return tensor
-        return super().reduce(tensor, *args, **kwargs)
+        whole = isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        if whole and str(reduce_op).lower() in {"mean", "avg"}:
+            tensor = tensor.to(torch.float64)
+        return super().reduce(tensor, group, reduce_op)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a barrier inside a micro-batch; elsewhere as under any strategy."""

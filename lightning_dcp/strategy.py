@@ -30,7 +30,7 @@ from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_co
 from lightning_dcp.evaluating import EvaluatingStrategy
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.logged import kept_logs
-from lightning_dcp.logged_epoch import take_over_results
+from lightning_dcp.logged_epoch import agree_on_step, take_over_results
 from lightning_dcp.planners import Planner, create
 from lightning_dcp.portable import StartMethod
 from lightning_dcp.preparation import Settings, Site, prepare
@@ -296,6 +296,7 @@ class DCPStrategy(EvaluatingStrategy):
 
             self._last_step = executor.run(item, run)
         results.count_step(kept, executor.counts, self._last_step.count)
+        agree_on_step(trainer)
         loss = torch.tensor(self._last_step.loss)
         set_closure_loss(closure, loss)
         return loss

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Union, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelPruning
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, ModelPruning
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -71,6 +71,29 @@ ResultCollection = _ResultCollection
 """What ``self.log`` writes to; it weights by a batch size that it guesses, and counts a value when it is logged."""
 
 
+ListKind = tuple[torch.dtype, tuple[int, ...]]
+"""Element type of a list of tensors that a torchmetrics object keeps, and the shape behind the first axis."""
+
+
+def kept_lists(metric: Any) -> dict[str, ListKind]:
+    """The lists of values that a torchmetrics object keeps and has something in, to be gathered over the ranks."""
+    lists = {
+        name: getattr(metric, name) for name, default in metric._defaults.items() if isinstance(default, list)
+    }
+    return {name: (kept[0].dtype, tuple(kept[0].shape[1:])) for name, kept in lists.items() if kept}
+
+
+def fill_lists(metric: Any, kinds: dict[str, ListKind]) -> None:
+    """Put an empty tensor of the right kind into empty lists.
+
+    torchmetrics sends an empty float32 tensor for an empty list. Where the others send integers, gloo ends the process.
+    """
+    for name, (dtype, shape) in kinds.items():
+        kept = getattr(metric, name)
+        if isinstance(kept, list) and not kept:
+            kept.append(torch.empty(0, *shape, dtype=dtype, device=metric.device))
+
+
 class LoggedAs(NamedTuple):
     """The arguments of ``self.log`` that must be the same at every call of a key; plain values, to be sent."""
 
@@ -119,6 +142,23 @@ def new_result(arguments: LoggedAs, trainer: pl.Trainer, *, is_tensor: bool) -> 
     meta = _Metadata(**plain, reduce_fx=reduction)
     meta.sync = _Sync(_should=sync_dist, fn=trainer.strategy.reduce)
     return _ResultMetric(meta, is_tensor)
+
+
+def watched_at_step(trainer: pl.Trainer) -> frozenset[str]:
+    """Keys that a callback or a schedule reads after the running optimizer step; the same on all ranks."""
+    step = trainer.global_step + 1
+    names = {
+        callback.monitor
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+        and (callback._train_time_interval is not None or _is_due(step, callback._every_n_train_steps))
+    }
+    names |= {c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"}
+    return frozenset(name for name in names if name is not None)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def replace_results(trainer: pl.Trainer, kind: type[ResultCollection]) -> None:

@@ -73,8 +73,8 @@ class Whereabouts:
 class Watchdog:
     """A thread that tells where the ranks are before a collective's time limit ends.
 
-    It wakes a few times within the limit, at most once a second, and touches the store only once a rank has been at
-    one place for half of the limit.
+    It wakes every few seconds, at least twenty times within the limit, and touches the store only once a rank has been
+    at one place for half of the limit.
 
     Args:
         where: the place of this rank.
@@ -112,7 +112,7 @@ class Watchdog:
         return told
 
     def _run(self) -> None:
-        interval = min(1.0, self._limit / 20)
+        interval = min(5.0, self._limit / 20)
         published = told = -1.0
         while not self._stop.wait(interval):
             since = self.where.since

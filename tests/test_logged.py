@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from lightning_dcp.logged import weighted_logs
 from lightning_dcp.sequence_parallel import current
@@ -52,6 +55,7 @@ class Logging(Module):
         super().__init__(case)
         self.seen: list[Seen] = []
         self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.area = BinaryAUROC()  # keeps lists of values, which are gathered
         self.running = torch.zeros(())
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
@@ -78,6 +82,9 @@ class Logging(Module):
         self.log("running", self.running, on_step=True, on_epoch=False, reduce_fx="max")
         if 3 in ids:
             self.log("rare", 7.0, on_step=False, on_epoch=True, sync_dist=True)
+        if current().group.rank == 0:
+            self.area.update(torch.tensor([i / 24 for i in ids]), torch.tensor([i % 3 % 2 for i in ids]))
+        self.log("area", self.area, on_step=False, on_epoch=True)
         labels_BS = batch["labels"]
         self.accuracy(labels_BS.clamp(min=0) * (labels_BS % 2), labels_BS)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
@@ -119,6 +126,7 @@ def _reference(case: Case) -> dict[str, float]:
         "mean": float(values.mean()),
         "sum": float(values.sum()),
         "sample": (case.samples - 1) / 2,
+        "area": float(BinaryAUROC()(torch.arange(case.samples) / 24, torch.arange(case.samples) % 3 % 2)),
         "accuracy": float((labels * (labels % 2) == labels).double().mean()),
     }
 
@@ -146,6 +154,7 @@ def test_values_are_weighted_by_what_they_count(pool: Pool, returns: str) -> Non
         assert final["sample"] == pytest.approx(expected["sample"])
         assert math.isfinite(final["mean_per_sample"])
         assert final["accuracy_epoch"] == pytest.approx(expected["accuracy"])
+        assert final["area"] == pytest.approx(expected["area"])
         assert final["min_epoch"] == pytest.approx(min(s.mean for s in counted), rel=1e-6)
         assert final["largest_epoch"] == pytest.approx(max(s.mean for s in counted), rel=1e-6)
         assert final["rare"] == 7.0
@@ -178,6 +187,78 @@ def _check_steps(seen: list[Seen], rows: list[tuple[dict[str, float], int | None
         assert 0.0 <= metrics["accuracy_step"] <= 1.0
 
 
+class _Watched(Module):
+    """Logs its loss without sync_dist, which callbacks and a schedule watch."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05)
+        watched = {"scheduler": schedule, "interval": "step", "monitor": "train_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": watched}
+
+
+class _Rates(Callback):
+    """What each step showed and trained with, and whether the ranks still hold the same weights."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float, float]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.rate = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        shown = trainer.callback_metrics
+        self.steps.append((float(shown["train_loss"]), float(shown["loss"]), self.rate))
+
+
+def _fit_watched(case: Case, folder: str) -> dict[str, Any]:
+    rates = _Rates()
+    by_step = ModelCheckpoint(
+        folder, monitor="train_loss", every_n_train_steps=1, save_top_k=2, filename="s{step}"
+    )
+    by_epoch = ModelCheckpoint(
+        folder, monitor="train_loss_epoch", save_top_k=1, filename="e{train_loss_epoch:.3f}"
+    )
+    stopping = EarlyStopping("train_loss_epoch", check_on_train_epoch_end=True, min_delta=10.0, patience=1)
+    trainer = make_trainer(
+        make_strategy(case),
+        case,
+        devices=case.world_size,
+        max_epochs=3,
+        enable_checkpointing=True,
+        callbacks=[rates, by_step, by_epoch, stopping],
+    )
+    module = _Watched(case)
+    trainer.fit(module, datamodule=Data(case))
+    return {
+        "steps": rates.steps,
+        "best": (by_step.best_model_path, by_epoch.best_model_path, sorted(by_step.best_k_models)),
+        "score": (float(by_step.best_model_score or 0), float(by_epoch.best_model_score or 0)),
+        "epochs": trainer.current_epoch,
+    }
+
+
+@pytest.mark.feature(
+    "Callbacks", "ModelCheckpoint(monitor=...) of a training value", "alike on all ranks, without sync_dist"
+)
+def test_what_is_watched_is_alike_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#19045: each rank would decide by its own value, and one never has any."""
+    case = replace(CASE, lr=0.5, masked="none")
+    results = pool.run(_fit_watched, 4, case, str(tmp_path), timeout=120.0)
+    assert all(result == results[0] for result in results)
+    steps = results[0]["steps"]
+    for watched, exact, _ in steps:
+        assert watched == pytest.approx(exact, rel=1e-5)
+    assert steps[0][2] > steps[-1][2], "the schedule never saw a plateau, so nothing was compared"
+    assert results[0]["epochs"] == 2, "the run was not stopped early"
+    assert results[0]["score"][0] == pytest.approx(min(watched for watched, _, _ in steps), rel=1e-6)
+
+
 class _Evaluated(Module):
     """Values of known weight, NaN where that is 0; on some ranks and batches nothing counts."""
 
@@ -200,6 +281,7 @@ class _Evaluated(Module):
         self.log("at_step", value, on_step=True, on_epoch=True, sync_dist=True)
         for reduction in ("min", "max", "sum"):
             self.log(reduction, value, on_step=True, reduce_fx=reduction, sync_dist=reduction == "min")
+        self.log("constant", 1.0, sync_dist=True, batch_size=3 + rank)
         if rank == 1:
             self.log("one_rank", 5.0, sync_dist=True)
         if self.kind == "differ":
@@ -207,6 +289,12 @@ class _Evaluated(Module):
 
     def on_validation_batch_end(self, *args: Any) -> None:
         self.log("hook", self.held[-1][0], on_epoch=True, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        # By Lightning's own reduction, as the ranks have agreed on what was logged before.
+        self.log("constant_of_hook", 1.0, sync_dist=True, batch_size=3 + self.trainer.global_rank)
+        mean = self.trainer.strategy.reduce(torch.tensor(3 + self.trainer.global_rank % 2), reduce_op="mean")
+        self.log("mean_of_integers", mean)
 
 
 class _EvaluatedData(Data):
@@ -249,6 +337,8 @@ def test_a_weight_of_zero_counts_in_no_reduction(pool: Pool) -> None:
         assert final["max_epoch"] == pytest.approx(max(values))
         assert final["sum_epoch"] == pytest.approx(sum(values))
         assert final["one_rank"] == 5.0
+        assert final["constant"] == final["constant_of_hook"] == 1.0, "the mean of integer weights is rounded"
+        assert final["mean_of_integers"] == pytest.approx(10 / 3)
         assert not [key for key in final if key.startswith("nowhere")]
         steps = [m for m, _ in result["rows"] if "at_step_step" in m]
         assert len(steps) == len(result["held"])
