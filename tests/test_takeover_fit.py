@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, WeightedRandomSampler
 
+from lightning_dcp.plan import IterationPlan
 from tests.fitting import Case, Module, Result, Samples, assert_same_updates
 from tests.pool import Pool
 from tests.takeover_tools import CASE, Masking, NoLengths, Taken, fit_alone, fit_taken, ids_of
@@ -73,7 +74,6 @@ class Scene:
     loader: Any
     module: type[Module] = Taken
     samples: int = 8
-    widths: bool = True
 
 
 def _mixture(samples: Samples, size: int) -> DataLoader[Any]:
@@ -89,7 +89,7 @@ SCENES = {
     "batches": Scene(
         lambda s, b: DataLoader(s, batch_sampler=Buckets(s.lengths), collate_fn=Masking()), samples=0
     ),
-    "tuples": Scene(lambda s, b: DataLoader(s, batch_size=b, collate_fn=as_tuple), Tuples, widths=False),
+    "tuples": Scene(lambda s, b: DataLoader(s, batch_size=b, collate_fn=as_tuple), Tuples),
 }
 
 
@@ -99,8 +99,7 @@ def _fit(names: list[str], case: Case) -> dict[str, tuple[Result, Any]]:
         scene = SCENES[name]
         loader = scene.loader(Samples(case), case.batch // case.world_size)
         Keys.seen = set()
-        widths = None if scene.widths else (1,)
-        result = fit_taken(replace(case, sp_sizes=widths), loader, scene.module)
+        result = fit_taken(case, loader, scene.module)
         found[name] = result, Keys.seen
     return found
 
@@ -131,6 +130,11 @@ def test_every_kind_of_loader_trains_as_one_process_does(pool: Pool) -> None:
     seen = [i % 20 for step in ids_of(answers[0]["mixture"][0].plans)[:3] for i in step]
     assert len(seen) == 24
     assert len(set(seen)) < 24
+    wide = {
+        name: any(m.sp_size == 2 for text in found.plans for m in IterationPlan.from_json(text).micro_batches)
+        for name, (found, _) in answers[0].items()
+    }
+    assert wide == {name: name != "tuples" for name in SCENES}
     batches = Buckets(Samples(CASE).lengths)
     order = list(batches)
     expected = [sorted(order[k] + (order[k + 1] if k + 1 < len(order) else [])) for k in range(0, 11, 2)]

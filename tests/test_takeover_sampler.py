@@ -150,6 +150,21 @@ def test_samples_per_rank_resume_with_the_steps_of_the_saved_run() -> None:
         StepSampler(TOKENS, global_batch_size=6, given=Given(per_rank=3)).load_state_dict(saved(first))
 
 
+def test_a_reloaded_loader_keeps_the_steps_of_the_saved_run() -> None:
+    first = StepSampler(TOKENS, global_batch_size=4, given=Given(per_rank=2))
+    steps_of(first, 1)
+    resumed = StepSampler(TOKENS, global_batch_size=2, given=Given(per_rank=2))
+    with pytest.warns(UserWarning, match="The run goes on with 4"):
+        resumed.load_state_dict(saved(first))
+    reloaded = StepSampler(TOKENS, global_batch_size=2, given=Given(per_rank=2))
+    reloaded.set_epoch(1)
+    reloaded.go_on_from(resumed)
+    assert (len(reloaded), reloaded.epoch, reloaded.consumed_samples) == (3, 1, 4)
+    other = StepSampler(TOKENS, global_batch_size=6, given=Given(per_rank=3))
+    other.go_on_from(resumed)
+    assert other.global_batch_size == 6
+
+
 def test_drop_last_ends_with_the_last_whole_step() -> None:
     sampler = StepSampler(TOKENS, global_batch_size=4, given=Given(drop_last=True))
     whole = StepSampler(TOKENS, global_batch_size=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,11 +15,15 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_dcp.data.batch import DCPBatch, StepPlan
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.upstream import (
+    check_given_loaders,
     end_by_sigterm,
+    forget_train_loader,
     is_interactive,
     notify_sigterm,
     set_closure_loss,
@@ -122,3 +127,22 @@ def test_names_for_launching() -> None:
     other = pl.Trainer(accelerator="cpu", logger=False)
     end_by_sigterm(other)
     assert other.received_sigterm
+
+
+def test_what_the_fit_loop_asks_again_for() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    loop = trainer.fit_loop
+    assert "if self._combined_loader is not None and not self._should_reload_train_dl" in inspect.getsource(
+        loop.setup_data
+    )
+    loop._combined_loader = CombinedLoader([1])
+    forget_train_loader(trainer)
+    assert loop._combined_loader is None
+    assert CombinedLoader([1], "sequential")._mode == "sequential"
+    seen: list[Any] = []
+    for fn, given, expected in (("fit", [1], [[1]]), ("validate", [1], []), ("fit", None, [])):
+        trainer.state.fn = TrainerFn(fn)
+        trainer._data_connector.attach_data(pl.LightningModule(), train_dataloaders=given)
+        check_given_loaders(trainer, seen.append)
+        assert seen == expected, fn
+        seen.clear()

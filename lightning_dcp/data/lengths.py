@@ -173,7 +173,8 @@ def _column(dataset: Any, name: str) -> Any:
     """A column of a table-like dataset; ``None`` where the dataset has no such column."""
     names = getattr(dataset, "column_names", None)
     if names is not None:
-        return dataset[name] if name in names else None
+        # A lazy column gives one row after the other unless it is asked for all of them.
+        return dataset[name][:] if name in names else None
     return dataset.get(name) if isinstance(dataset, Mapping) else None
 
 

@@ -54,8 +54,7 @@ class LoaderKeeper:
         elif trainer is not None and is_fitting(trainer):
             loader.sampler.set_epoch(trainer.current_epoch)
             if former is not None and trainer.global_step > 0:
-                loader.sampler.consumed_samples = former.consumed_samples
-                loader.sampler.consumed_tokens = former.consumed_tokens
+                loader.sampler.go_on_from(former.sampler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a position; a loader that was read from already belongs to an earlier fit."""

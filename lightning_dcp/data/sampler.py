@@ -139,6 +139,15 @@ class StepSampler(Standing):
         if self.drawing:
             self._drawn, self._rest = True, None
 
+    def go_on_from(self, former: StepSampler) -> None:
+        """Take the place of a sampler of the same run: its counts, and the size of its steps where that was resumed."""
+        self.consumed_samples, self.consumed_tokens = former.consumed_samples, former.consumed_tokens
+        sized = self._steps.sized_as(former._steps)
+        if sized is not self._steps:
+            self._steps = sized
+            self._go_to(self._epoch)
+            self.version += 1
+
     def state_dict(self) -> dict[str, Any]:
         """Position behind the last consumed step; plain numbers, the same on every rank."""
         position = Position(

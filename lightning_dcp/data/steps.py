@@ -155,6 +155,13 @@ class Steps:
         saved.leave_out(left_out_of(state, len(self.tokens)))
         return saved
 
+    def sized_as(self, former: Steps) -> Steps:
+        """The same steps with the size of former ones, where both sizes came from the same number per rank."""
+        per_rank = self.given.per_rank
+        if per_rank is None or per_rank != former.given.per_rank or self.size == former.size:
+            return self
+        return Steps(self.tokens, seed=self.seed, shuffle=self.shuffle, size=former.size, given=self.given)
+
     def followed_instead_of(self, ours: Steps) -> str | None:
         """What to say where the size of the saved run's steps is kept instead of ours."""
         if self.size == ours.size:

@@ -52,4 +52,5 @@ def _is_default(sampler: Any) -> bool:
     """Whether a sampler is what ``shuffle=True`` or ``False`` stand for."""
     if type(sampler) is SequentialSampler:
         return True
-    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    whole = type(sampler) is RandomSampler and sampler.num_samples == len(sampler.data_source)
+    return whole and not sampler.replacement
