@@ -57,9 +57,13 @@ class CostModel:
         terms = self._terms(sp_size, np.asarray(batch_size), np.asarray(prod(shape)))
         return int(terms.time(self._counts(recompute)))
 
-    def times(self, sp_size: int, batch_size: IntArray, tokens: IntArray, recompute: IntArray) -> IntArray:
-        """:meth:`nanoseconds` of many micro-batches ``[n]``, with counts of recomputed layers ``[n, families]``."""
-        return self._terms(sp_size, batch_size, tokens).time(recompute)
+    def times(
+        self, sp_size: int, batch_size: IntArray, tokens: IntArray, recompute: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Nanoseconds of micro-batches ``[n]`` without recompute, and what counts ``[n, families]`` of it add."""
+        terms = self._terms(sp_size, batch_size, tokens)
+        plain = terms.plain()
+        return plain, terms.time(recompute) - plain
 
     def bytes(self, batch_size: int, shape: Shape, sp_size: int, recompute: tuple[int, ...]) -> int:
         """Peak memory ``M`` of one micro-batch (Eq. 6)."""

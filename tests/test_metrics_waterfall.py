@@ -14,7 +14,7 @@ import torch
 from lightning_dcp.agreement import Agreement
 from lightning_dcp.callback import DCPCallback
 from lightning_dcp.cost import CostModel
-from lightning_dcp.metrics import PARTS, Waterfall, busy_shares
+from lightning_dcp.metrics import PARTS, Columns, Waterfall, busy_shares
 from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.records import StepTimes
 from tests.fitting import Case, Data, Module, Samples, make_strategy, make_trainer
@@ -29,6 +29,10 @@ def _row(**changes: Any) -> MicroBatch:
         "recompute": (), "nanoseconds": 1, "bytes": 1,
     }  # fmt: skip
     return MicroBatch(**values | changes)
+
+
+def _columns(**values: Any) -> Columns:
+    return Columns.of(IterationPlan(**values))
 
 
 def _by_hand(m: MicroBatch, cost: CostModel) -> list[float]:
@@ -49,13 +53,13 @@ def test_busy_time_is_divided_by_the_cost_model() -> None:
         _row(sample_ids=(5,), shapes=((7,),), padded_shape=(7,), first_rank=3),
     ]
     expected = np.sum([_by_hand(m, cost) for m in rows], axis=0)
-    shares = busy_shares(IterationPlan(world_size=4, micro_batches=tuple(rows)), cost)
+    shares = busy_shares(_columns(world_size=4, micro_batches=tuple(rows)), cost)
     assert list(shares) == list(PARTS[:4])
     assert list(shares.values()) == pytest.approx(list(expected / expected.sum()), rel=1e-9)
     assert min(shares.values()) > 0.001
-    alone = busy_shares(IterationPlan(world_size=4, micro_batches=tuple(rows[-1:])), cost)
+    alone = busy_shares(_columns(world_size=4, micro_batches=tuple(rows[-1:])), cost)
     assert alone == {"useful": 1.0, "padding": 0.0, "recompute": 0.0, "sequence_parallel": 0.0}
-    assert set(busy_shares(IterationPlan(world_size=4, micro_batches=()), cost).values()) == {0.0}
+    assert set(busy_shares(_columns(world_size=4, micro_batches=()), cost).values()) == {0.0}
 
 
 def test_waterfall_adds_up() -> None:

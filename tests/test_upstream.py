@@ -21,10 +21,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_dcp.data.batch import DCPBatch, StepPlan
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.upstream import (
+    ResultCollection,
     check_given_loaders,
     end_by_sigterm,
+    forget_of_step,
     forget_train_loader,
     is_interactive,
+    log_of_step,
+    logged_by_user,
     notify_sigterm,
     set_closure_loss,
     skip_zero_grad,
@@ -49,6 +53,29 @@ def test_the_loss_that_callbacks_see() -> None:
     closure()
     set_closure_loss(closure, torch.tensor(5.0))
     assert float(closure.consume_result().asdict()["loss"]) == 5.0
+
+
+def test_values_of_a_step_are_logged_as_by_self_log() -> None:
+    """Twice under one key, beside a user's value of the same name, in float64."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False)
+    trainer.fit_loop.epoch_loop._results = results = ResultCollection(training=True)
+    trainer.state.stage = "train"  # type: ignore[assignment]
+    for value in (1.0, 1.0 + 1e-12):
+        log_of_step(trainer, {"a": value, "b": 2.0}, {"b"})
+    assert not logged_by_user(trainer, "a")
+    shown = results.metrics(on_step=True)
+    assert {key: float(value) for key, value in shown["log"].items()} == {"a": 1.0 + 1e-12, "b": 2.0}
+    assert shown["pbar"] == {"b": 2.0}
+    assert results.metrics(on_step=False)["log"] == {}
+    results.reset()
+    assert results.metrics(on_step=True)["log"] == {}
+    log_of_step(trainer, {"a": 3.0}, set())
+    assert results.metrics(on_step=True)["callback"] == {"a": 3.0}
+    results.log("training_step", "a", torch.tensor(7.0), on_step=True, on_epoch=False, batch_size=1)
+    assert logged_by_user(trainer, "a")
+    assert forget_of_step(trainer, "a")
+    assert not forget_of_step(trainer, "a")
+    assert results.metrics(on_step=True)["callback"] == {"a": 7.0}
 
 
 def test_whole_steps_pass_the_transfer_hook() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -18,6 +17,7 @@ from lightning_dcp.agreement import of_all_ranks
 from lightning_dcp.callback.measures import Measures, open_ledger
 from lightning_dcp.callback.planfile import append, keep_lines
 from lightning_dcp.callback.timeleft import Limits
+from lightning_dcp.data.leaving import LEFT_OUT_FILE
 from lightning_dcp.metrics import GapWatch, Receipt, Waterfall, resume_line
 from lightning_dcp.records import Span, StepRecord
 from lightning_dcp.upstream import forget_of_step, log_of_step, logged_by_user
@@ -37,8 +37,6 @@ class DCPCallback(pl.Callback):
         plans_file: file that rank 0 writes one JSON line per step to; the plans can be trained again with
             ``DCPStrategy(planner=Replay(file))``. A new run begins it anew; a resumed one goes on behind the step of
             its checkpoint, as the later steps are planned again.
-        refused_file: file that rank 0 lists the samples in that are never trained on, if there are any; by default
-            ``refused_samples.txt`` in the trainer's ``default_root_dir``.
         keep_records: steps whose records are kept in memory for :meth:`timeline`, the latest ones.
         window: steps that the rates are taken over.
         peak_flops: FLOP/s that one device can do, for MFU; by default what Lightning knows of the device. Where it
@@ -59,7 +57,6 @@ class DCPCallback(pl.Callback):
         plans_file: str | Path | None = None,
         keep_records: int = 1024,
         *,
-        refused_file: str | Path | None = None,
         window: int = 20,
         peak_flops: float | None = None,
     ) -> None:
@@ -71,7 +68,6 @@ class DCPCallback(pl.Callback):
             )
         self.prog_bar = tuple(prog_bar)
         self.plans_file = Path(plans_file) if plans_file is not None else None
-        self.refused_file = Path(refused_file) if refused_file is not None else None
         self.keep_records = keep_records
         self.window = window
         self.peak_flops = peak_flops
@@ -91,7 +87,6 @@ class DCPCallback(pl.Callback):
         self._measures = Measures(trainer, self.window, self.peak_flops)
         if self.plans_file is not None and trainer.is_global_zero:
             keep_lines(self.plans_file, trainer.global_step)
-        self._list_refused(trainer)
         self._resume_receipt(trainer)
         self._resume_clock(trainer)
 
@@ -129,7 +124,7 @@ class DCPCallback(pl.Callback):
         ledger = self._need().ledger
         if ledger is not None:
             refused = len(trainer.strategy.loader.refused_ids)  # type: ignore[attr-defined]
-            self.receipts.append(ledger.receipt(refused, self._refused_path(trainer)))
+            self.receipts.append(ledger.receipt(refused, Path(trainer.default_root_dir) / LEFT_OUT_FILE))
             rank_zero_info(str(self.receipts[-1]))
 
     # --- what users may ask -------------------------------------------------------------------------------------
@@ -166,19 +161,10 @@ class DCPCallback(pl.Callback):
         loader = trainer.strategy.loader  # type: ignore[attr-defined]
         if loader.consumed_samples == 0:
             return
-        receipt = open_ledger(loader).receipt(len(loader.refused_ids), self._refused_path(trainer))
+        file = Path(trainer.default_root_dir) / LEFT_OUT_FILE
+        receipt = open_ledger(loader).receipt(len(loader.refused_ids), file)
         self.receipts.append(receipt)
         rank_zero_info(resume_line(receipt, loader.consumed_samples, loader.consumed_tokens))
-
-    def _refused_path(self, trainer: pl.Trainer) -> Path:
-        return self.refused_file or Path(trainer.default_root_dir) / "refused_samples.txt"
-
-    def _list_refused(self, trainer: pl.Trainer) -> None:
-        refused = trainer.strategy.loader.refused_ids  # type: ignore[attr-defined]
-        if len(refused) and trainer.is_global_zero:
-            path = self._refused_path(trainer)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            np.savetxt(path, refused, fmt="%d")
 
     def _explain(self, trainer: pl.Trainer, record: StepRecord) -> None:
         """Once per fit, the reason for a large gap; found on every rank, so that none waits for another's search."""

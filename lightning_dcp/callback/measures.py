@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
 from lightning_dcp.callback.timeleft import Limits, TimeLeft
 from lightning_dcp.cost import CostModel, IntArray
 from lightning_dcp.data.loader import DCPLoader
-from lightning_dcp.metrics import EpochLedger, Forecast, Rates, Waterfall, busy_shares, step_metrics
+from lightning_dcp.metrics import Columns, EpochLedger, Forecast, Rates, Waterfall, busy_shares, step_metrics
 from lightning_dcp.records import StepRecord
 
 RATE_KEYS = {
@@ -75,16 +74,17 @@ class Measures:
             seconds: since the end of the step before, so that data loading and the optimizer are included.
             limits: how far the fit may still go.
         """
+        columns = Columns.of(record.plan)
         # A sample that an epoch has again goes by another id.
-        ids = np.asarray(record.plan.sample_ids, dtype=np.int64) % self._size
+        ids = columns.ids % self._size
         assert self.ledger is not None
         self.ledger.add(ids)
         self._left.add(ids, seconds)
-        shares = self.waterfall.add(record.times, busy_shares(record.plan, self._cost))
+        shares = self.waterfall.add(record.times, busy_shares(columns, self._cost))
         left = self._left.seconds(limits)
         return {
-            **self._speeds(record, ids, seconds),
-            **step_metrics(record, seconds),
+            **self._speeds(record, columns, seconds),
+            **step_metrics(record, columns, seconds),
             **({"seconds_left": left} if left is not None else {}),
             **self._memory(record),
             **{f"time_{name}": share for name, share in shares.items()},
@@ -92,16 +92,15 @@ class Measures:
             "consumed_tokens": float(self._strategy.consumed_tokens),  # type: ignore[attr-defined]
         }
 
-    def _speeds(self, record: StepRecord, ids: IntArray, seconds: float) -> dict[str, float]:
-        plan = record.plan
+    def _speeds(self, record: StepRecord, columns: Columns, seconds: float) -> dict[str, float]:
         counts = {
-            "tokens": float(plan.num_tokens),
-            "padded_tokens": float(sum(m.padded_tokens for m in plan.micro_batches)),
+            "tokens": float(columns.num_tokens),
+            "padded_tokens": float(columns.num_padded),
             "loss_tokens": record.count,
-            "samples": float(plan.num_samples),
+            "samples": float(len(columns.ids)),
         }
         if self._flops is not None:
-            counts["flops"] = self._flops.training(self._loader.shapes[ids])
+            counts["flops"] = self._flops.training(self._loader.shapes[columns.ids % self._size])
         self._rates.add(seconds, counts)
         recent, overall = self._rates.recent(), self._rates.overall()
         speeds = {key: recent[name] for name, key in RATE_KEYS.items()}

@@ -82,6 +82,8 @@ class TimeLeft:
     def seconds(self, limits: Limits) -> float | None:
         """Seconds until the first of the limits; ``None`` where there is none. To be asked after a step."""
         steps, work = self._to_come(limits)
+        if steps == 0:
+            return 0.0  # not what rounding leaves of the work
         if math.isfinite(steps):
             predicted = self._forecast.ratio * self._forecast.predicted(max(0.0, work), steps)
             return min(predicted, limits.seconds)

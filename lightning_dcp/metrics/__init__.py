@@ -1,5 +1,6 @@
 """Numbers about steps and runs, computed from plans, records and the cost model; nothing here communicates."""
 
+from lightning_dcp.metrics.columns import Columns
 from lightning_dcp.metrics.flops import FlopCount, fitted
 from lightning_dcp.metrics.forecast import Forecast
 from lightning_dcp.metrics.rates import Rates
@@ -9,6 +10,7 @@ from lightning_dcp.metrics.waterfall import PARTS, Waterfall, busy_shares
 
 __all__ = [
     "PARTS",
+    "Columns",
     "EpochLedger",
     "FlopCount",
     "Forecast",

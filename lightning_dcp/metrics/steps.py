@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
+from lightning_dcp.metrics.columns import Columns
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.records import StepRecord
 
 
-def mean_settings(plan: IterationPlan) -> dict[str, float]:
+def mean_settings(plan: Columns, world_size: int) -> dict[str, float]:
     """Means of the settings of a step: ``p`` per token, ``g`` per rank, and recomputed layers per token.
 
     A token counts with its own micro-batch's settings, so a long sample weighs what it costs.
     """
-    tokens = max(plan.num_tokens, 1)
-    rows = plan.micro_batches
+    tokens = plan.of_rows(plan.tokens)
+    total = max(int(tokens.sum()), 1)
     return {
-        "mean_sp_size": sum(m.num_tokens * m.sp_size for m in rows) / tokens,
-        "mean_micro_batches": sum(m.sp_size for m in rows) / plan.world_size,
-        "mean_recompute": sum(m.num_tokens * sum(m.recompute) for m in rows) / tokens,
+        "mean_sp_size": int(tokens @ plan.sp_sizes) / total,
+        "mean_micro_batches": int(plan.sp_sizes.sum()) / world_size,
+        "mean_recompute": int(tokens @ plan.recompute.sum(axis=1)) / total,
     }
 
 
-def step_metrics(record: StepRecord, seconds: float) -> dict[str, float]:
+def step_metrics(record: StepRecord, columns: Columns, seconds: float) -> dict[str, float]:
     """What :class:`~lightning_dcp.callback.DCPCallback` logs of a step; the same on every rank but for clock noise.
 
     Args:
         record: the finished step.
+        columns: its plan as arrays.
         seconds: time since the end of the step before, so that data loading and the optimizer are included.
     """
-    plan = record.plan
+    plan, padded = record.plan, columns.num_padded
     return {
         "seconds": seconds,
         "seconds_planned": plan.makespan / 1e9,
         "seconds_measured": record.seconds,
         "idle_planned": plan.idle_ratio,
         "idle_measured": record.idle_ratio,
-        "padding": plan.padding_ratio,
+        "padding": 1.0 - columns.num_tokens / padded if padded else 0.0,
         # A plan without a bound has no gap; infinity would spoil every mean.
         **({"gap": plan.gap} if plan.lower_bound else {}),
         "stray": record.stray,
         "stray_max": float(record.stray_max),
-        **mean_settings(plan),
+        **mean_settings(columns, plan.world_size),
     }
 
 

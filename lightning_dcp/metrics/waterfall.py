@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_dcp.cost import CostModel, IntArray
-from lightning_dcp.plan import IterationPlan, MicroBatch
+from lightning_dcp.metrics.columns import Columns
 from lightning_dcp.records import StepTimes
 
 PARTS = ("useful", "padding", "recompute", "sequence_parallel", "idle", "update", "data", "other")
 """The parts, in the order in which they are shown; the first four divide the time in micro-batches."""
 
 _BUSY = 4
-_ROOM = 2**62
 
 
-def busy_shares(plan: IterationPlan, cost: CostModel) -> dict[str, float]:
+def busy_shares(plan: Columns, cost: CostModel) -> dict[str, float]:
     """How the time in micro-batches is divided by the cost model; shares of 1, all zero for an empty plan.
 
     A micro-batch of ``b`` samples padded to ``S`` costs ``p T(b, S, p, r)`` rank-nanoseconds. Of these
@@ -30,48 +29,33 @@ def busy_shares(plan: IterationPlan, cost: CostModel) -> dict[str, float]:
         plan: the step.
         cost: the cost model that it was made with.
     """
-    totals = np.zeros(_BUSY)
-    for sp_size in sorted({m.sp_size for m in plan.micro_batches}):
-        totals += _parts([m for m in plan.micro_batches if m.sp_size == sp_size], sp_size, cost)
-    whole = totals.sum()
-    shares = totals / whole if whole > 0 else totals
-    return dict(zip(PARTS[:_BUSY], shares.tolist(), strict=True))
-
-
-def _parts(rows: list[MicroBatch], sp_size: int, cost: CostModel) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Rank-nanoseconds of the four parts, summed over micro-batches of one size."""
-    families = len(cost.num_layers)
-    sizes = np.asarray([m.batch_size for m in rows], dtype=np.int64)
-    padded = np.asarray([m.padded_tokens for m in rows], dtype=np.int64) // sizes
-    counts = np.asarray([m.recompute or (0,) * families for m in rows], dtype=np.int64)
-    whole = sp_size * cost.times(sp_size, sizes, padded, counts)
-    plain = sp_size * _plain(cost, sp_size, sizes, padded)
-    alone = _alone(cost, sizes, padded)
-    tokens = np.asarray([_product(shape) for m in rows for shape in m.shapes], dtype=np.int64)
-    of_each = _alone(cost, np.repeat(sizes, sizes), tokens)
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    share = np.add.reduceat(of_each, starts) / np.maximum(sizes * alone, 1)
+    if not len(plan.sizes):
+        return dict.fromkeys(PARTS[:_BUSY], 0.0)
+    plain, recompute = _times(plan, cost)
+    # One look for the padded rows and the samples as they are: each costs more than the numbers in it.
+    sizes = np.concatenate([plan.sizes, np.repeat(plan.sizes, plan.sizes)])
+    tokens = np.concatenate([plan.padded, plan.tokens])
+    smallest, none = cost.sp_sizes[0], np.zeros((1, len(cost.num_layers)), dtype=np.int64)
+    looked_up = smallest * cost.times(smallest, sizes, tokens, none)[0]
+    alone, of_each = looked_up[: len(plan.sizes)], looked_up[len(plan.sizes) :]
+    share = plan.of_rows(of_each) / np.maximum(plan.sizes * alone, 1)
     base = np.minimum(plain, alone)
     useful = base * np.minimum(share, 1.0)
-    parts = (useful, base - useful, whole - plain, plain - base)
-    return np.asarray([part.sum() for part in parts], dtype=np.float64)
+    parts = np.asarray([part.sum() for part in (useful, base - useful, recompute, plain - base)], dtype=np.float64)
+    whole = parts.sum()
+    return dict(zip(PARTS[:_BUSY], (parts / whole if whole > 0 else parts).tolist(), strict=True))
 
 
-def _plain(cost: CostModel, sp_size: int, sizes: IntArray, tokens: IntArray) -> IntArray:
-    return cost.settings(sp_size, sizes, tokens, _ROOM, "none").nanoseconds
-
-
-def _alone(cost: CostModel, sizes: IntArray, tokens: IntArray) -> IntArray:
-    """Rank-nanoseconds without recompute on the smallest group."""
-    smallest = cost.sp_sizes[0]
-    return smallest * _plain(cost, smallest, sizes, tokens)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for axis in shape:
-        product *= axis
-    return product
+def _times(plan: Columns, cost: CostModel) -> tuple[IntArray, IntArray]:
+    """Rank-nanoseconds of each micro-batch without recompute, and what recompute adds."""
+    families = len(cost.num_layers)
+    counts = plan.recompute if plan.recompute.shape[1] else np.zeros((len(plan.sizes), families), dtype=np.int64)
+    plain, recompute = np.zeros_like(plan.sizes), np.zeros_like(plan.sizes)
+    for p in np.unique(plan.sp_sizes).tolist():
+        rows = plan.sp_sizes == p
+        times = cost.times(p, plan.sizes[rows], plan.padded[rows], counts[rows])
+        plain[rows], recompute[rows] = p * times[0], p * times[1]
+    return plain, recompute
 
 
 class Waterfall:
