@@ -2,9 +2,10 @@
 
 ::
 
-    python benchmarks/checkpoint.py --parameters 50 --ranks 2 --precision bf16-mixed
+    python -m benchmarks.checkpoint --parameters 100 --ranks 2 --precision bf16-mixed
 
-Prints one JSON line. Memory is the peak of a rank's resident memory above what it had before; pages of the mapped
+Prints the table of the documentation, and keeps it with all numbers in ``results/checkpoint.json``, one entry for each
+number of ranks. Memory is the peak of a rank's resident memory above what it had before; pages of the mapped
 file are counted apart, as the system takes them back when it needs them.
 """
 
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from lightning_dcp import DCPDataModule, DCPStrategy
 
 WIDTH = 1024
+RESULTS = Path(__file__).parent / "results"
 
 
 class Wide(pl.LightningModule):
@@ -115,10 +119,47 @@ def trainer(arguments: argparse.Namespace, *callbacks: pl.Callback, steps: int) 
     )
 
 
+def facts() -> dict[str, Any]:
+    """When and where, for a kept result."""
+    return {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The Markdown of the documentation: bytes per parameter, and rates in GB/s."""
+    head, everyone, parameters = result["settings"], result["ranks_found"], result["parameters"]
+    first = everyone[0]
+    others = max((max(found["save_bytes"], 0) for found in everyone[1:]), default=0)
+    gathered = first["weights_seconds"] + first["optimizer_seconds"]
+    rows = [
+        (f"{head['precision']}, {head['ranks']} ranks, {parameters / 1e6:.0f} million parameters", ""),
+        ("---", "---"),
+        ("file, bytes per parameter", f"{result['file_bytes'] / parameters:.1f}"),
+        ("rank 0 while it saves, bytes per parameter", f"{first['save_bytes'] / parameters:.1f}"),
+        ("other ranks, bytes per parameter", f"{others / parameters:.1f}"),
+        ("gathering, GB/s", f"{result['file_bytes'] / gathered / 1e9:.2f}"),
+        ("writing, GB/s", f"{result['file_bytes'] / first['write_seconds'] / 1e9:.2f}"),
+    ]
+    return "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def keep(result: dict[str, Any]) -> None:
+    """Put a result in the place of the one of the same number of ranks."""
+    path = RESULTS / "checkpoint.json"
+    kept = json.loads(path.read_text()) if path.exists() else []
+    ranks = result["settings"]["ranks"]
+    others = [other for other in kept if other["settings"]["ranks"] != ranks]
+    path.write_text(json.dumps(sorted([*others, result], key=lambda r: r["settings"]["ranks"]), indent=1) + "\n")
+
+
 def main() -> None:
     """Save once, resume once, print what it took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=50, help="millions")
+    parser.add_argument("--parameters", type=int, default=100, help="millions")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the file is written")
@@ -133,10 +174,12 @@ def main() -> None:
     dist.all_gather_object(everyone, measure.found)
     if resumed.is_global_zero:
         parameters = sum(p.numel() for p in Wide(arguments.parameters).parameters())
-        head = {**vars(arguments), "parameters": parameters, "file_bytes": path.stat().st_size}
-        head |= {"cores": os.cpu_count(), "torch": torch.__version__}
+        settings = {"precision": arguments.precision, "ranks": arguments.ranks}
+        size = {"parameters": parameters, "file_bytes": path.stat().st_size}
         path.unlink()
-        print(json.dumps({**head, "ranks_found": everyone}))
+        result = {**facts(), "settings": settings, **size, "ranks_found": everyone}
+        print(table(result))
+        keep(result)
 
 
 if __name__ == "__main__":

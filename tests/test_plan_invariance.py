@@ -64,6 +64,7 @@ def test_random_plans_on_four_ranks(pool: Pool, returns: str, weighting: str, se
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_other_worlds_with_uneven_groups(pool: Pool, world_size: int) -> None:
+    """Lightning-AI/pytorch-lightning#12607: DeepSpeed on CPU ranks, one of them or several."""
     _compare(pool, Case(world_size=world_size, seed=20 + world_size, clip=0.05))
 
 

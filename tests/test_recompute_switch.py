@@ -324,6 +324,7 @@ class Pure(Block):
         return out
 
 
+@pytest.mark.feature("Trainer", "`torch.compile` of layers or of the model", "also with recomputed layers")
 @pytest.mark.parametrize("how", ["wrapped", "in place", "model"])
 def test_compiled_layers_equal_eager_ones(how: str) -> None:
     """pytorch/pytorch#144035: forward and recompute saved different tensors."""

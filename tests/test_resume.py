@@ -155,7 +155,9 @@ def _fit_saving(folder: Path | None, resume: Path | None, limits: dict[str, int]
 @pytest.mark.feature("Trainer", "`max_epochs`, `max_steps`", "a fit that ends within an epoch goes on there")
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8, "max_epochs": -1}], ids=["epochs", "steps"])
 def test_wherever_it_was_saved_the_rest_is_trained(pool: Pool, tmp_path: Path, limit: dict[str, int]) -> None:
-    """Lightning alone drops the rest of an epoch that max_steps ends, and cuts the epoch that follows a whole one."""
+    """huggingface/transformers#48569: saved from each hook. Lightning alone drops the rest of an epoch that max_steps
+    ends, and cuts the epoch that follows a whole one.
+    """
     whole = pool.run(_fit_saving, 1, None, None, limit, timeout=60.0)[0]
     pool.run(_fit_saving, 1, tmp_path, None, {"max_steps": 6, "max_epochs": -1}, timeout=60.0)
     files = [file for file in sorted(tmp_path.iterdir()) if int(file.name[0]) >= 4]

@@ -152,6 +152,35 @@ def test_no_clipping_by_none_and_zero(pool: Pool) -> None:
         assert_equal(everyone[0][0].weights, everyone[0][-1].weights)
 
 
+# --- the first step --------------------------------------------------------------------------------------------------
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+def _first_steps() -> list[tuple[dict[str, Tensor], list[list[int]]]]:
+    """One step in each precision: whole weights of this rank, and the step's samples."""
+    found = []
+    for precision in PRECISIONS:
+        outcome = fit(Plain, None, [], precision=precision, max_steps=1, max_epochs=-1)
+        found.append((outcome.weights, outcome.ids))
+    return found
+
+
+def test_gradients_are_reduced_in_the_first_step(pool: Pool) -> None:
+    """Lightning-AI/pytorch-lightning#21251: all ranks have the same weights after one step, in every mode."""
+    everyone = pool.run(_first_steps, 2, timeout=120.0)
+    for index, precision in enumerate(PRECISIONS):
+        weights, ids = everyone[0][index]
+        for other, _ in (rank[index] for rank in everyone[1:]):
+            assert all(torch.equal(weights[name], value) for name, value in other.items()), precision
+        single = fit(Plain, ids, [], max_steps=1, max_epochs=-1)
+        if precision == "32-true":
+            assert_equal(weights, single.weights)
+        else:
+            moved = weights["net.layers.0.query.weight"].float() - single.weights["net.layers.0.query.weight"]
+            assert float(moved.abs().max()) < 0.01
+
+
 # --- callbacks -------------------------------------------------------------------------------------------------------
 
 
