@@ -203,12 +203,9 @@ def _over_ranks(meta: Any, value: Tensor | None, total: float, device: torch.dev
 
 @contextmanager
 def _unsynchronised(sync: Any, switched_off: bool) -> Iterator[None]:
-    should = sync.should
-    sync.should = should and not switched_off
-    try:
-        yield
-    finally:
-        sync.should = should
+    should, sync.should = sync.should, sync.should and not switched_off
+    yield
+    sync.should = should
 
 
 @contextmanager
@@ -243,8 +240,8 @@ def weighted_logs(trainer: pl.Trainer, weight: float) -> Iterator[None]:
         trainer: whose results are logged to.
         weight: items that the values are means over; with 0 they do not count, in no reduction.
     """
-    if trainer._results is None:  # prediction logs nothing
-        yield
+    if trainer._results is None:
+        yield  # prediction logs nothing
         return
     with kept_logs(trainer) as results:
         kept = results.kept

@@ -169,6 +169,12 @@ class RunningStrategy(CheckpointedStrategy):
         if self._executor is not None and module is not None and self._executor.agreement.stopping:
             end_by_sigterm(module.trainer)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave word for the ranks that wait for this one; they notice when its connections close."""
+        super().on_exception(exception)
+        if self._executor is not None and self._executor.watchdog is not None:
+            self._executor.watchdog.report(exception)
+
     # --- inside a micro-batch -----------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

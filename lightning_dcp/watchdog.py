@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
@@ -90,6 +90,8 @@ class Watchdog:
         self._stop = threading.Event()
         # A connection of its own: a call of the main thread that waits would block the thread.
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        for key in (_key(where.rank), _error_key(where.rank)):
+            self._store.set(key, "")  # of an earlier fit over the same store
         self._thread = threading.Thread(target=self._run, name="lightning_dcp watchdog", daemon=True)
 
     @contextmanager
@@ -104,12 +106,25 @@ class Watchdog:
 
     def others(self) -> list[str]:
         """What the other ranks said of their places, as far as they have."""
+        return self._read(_key)
+
+    def errors(self) -> list[str]:
+        """The errors that other ranks have ended with, as far as they could say so."""
+        return self._read(_error_key)
+
+    def report(self, error: BaseException) -> None:
+        """Leave word of the error that ends this rank, for those that wait for it."""
+        with suppress(RuntimeError):
+            text = f"{type(error).__name__}: {error}"
+            self._store.set(_error_key(self.where.rank), f"rank {self.where.rank} ended with {text}")
+
+    def _read(self, key_of: Callable[[int], str]) -> list[str]:
         told: list[str] = []
         for rank in range(self._world_size):
-            key = _key(rank)
+            key = key_of(rank)
             if rank != self.where.rank and len(told) < _MOST_TOLD and self._store.check([key]):
                 told.append(self._store.get(key).decode())
-        return told
+        return [text for text in told if text]
 
     def _run(self) -> None:
         interval = min(5.0, self._limit / 20)
@@ -158,6 +173,10 @@ def _key(rank: int) -> str:
     return f"lightning_dcp/where/{rank}"
 
 
+def _error_key(rank: int) -> str:
+    return f"lightning_dcp/error/{rank}"
+
+
 def _is_users(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "").partition(".")[0]
     return name not in {"torch", "lightning", "deepspeed", "lightning_dcp", "threading", "contextlib"}
@@ -199,9 +218,9 @@ def place_of(error: BaseException, where: Whereabouts, watchdog: Watchdog | None
     """A backend's error with the places of the ranks, in one sentence and a line for each other rank."""
     what = "did not come in time" if timed_out(error) else "has gone"
     lines = [f"{where.sentence()}, and another rank {what} ({_short(error)})"]
-    if watchdog is not None and timed_out(error):
+    if watchdog is not None:
         with suppress(RuntimeError):
-            lines += watchdog.others()
+            lines += watchdog.others() if timed_out(error) else watchdog.errors()
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_dcp.plan import IterationPlan, MicroBatch
@@ -59,6 +60,8 @@ class Failing(Module):
             self.net.get_submodule("layers.1.mlp").register_forward_pre_hook(_fail)
         if self.struck and self.kind == "hang":
             dist.distributed_c10d._get_default_store().wait(["go on"], timedelta(seconds=60))
+        if self.struck and self.kind == "memory":
+            raise torch.OutOfMemoryError("out of memory")
         if self.struck and self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         loss = super().training_step(batch, batch_idx)
@@ -66,6 +69,10 @@ class Failing(Module):
         if self.struck and self.kind == "backward":
             loss.register_hook(_fail)
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1 and self.kind == "between":
+            _fail()
 
     def on_after_backward(self) -> None:
         if self.struck and self.kind == "hook":
@@ -88,7 +95,7 @@ def _fit(kind: str, sp_size: int) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize(("kind", "sp_size"), [("forward", 4), ("backward", 2), ("hook", 4), ("forward", 2)])
+@pytest.mark.parametrize(("kind", "sp_size"), [("forward", 4), ("backward", 2), ("hook", 4), ("memory", 2)])
 def test_an_error_inside_a_group_ends_all_ranks_at_once(pool: Pool, kind: str, sp_size: int) -> None:
     """Lightning-AI/pytorch-lightning#20404, verl-project/verl#6176: the peers are in an exchange, others in the vote.
 
@@ -96,11 +103,12 @@ def test_an_error_inside_a_group_ends_all_ranks_at_once(pool: Pool, kind: str, s
     afterwards, else the pool's own barrier would fail.
     """
     answers = pool.run(_fit, 4, kind, sp_size, timeout=60.0)
-    assert answers[1] == ("ArithmeticError", "user code broke")
+    reason = ("OutOfMemoryError", "out of memory") if kind == "memory" else ("ArithmeticError", "user code broke")
+    assert answers[1] == reason
     for name, text in (answers[0], answers[2], answers[3]):
         assert name == "StepError"
         assert text.startswith("rank 1: training_step failed on samples")
-        assert "ArithmeticError: user code broke" in text
+        assert ": ".join(reason) in text
         assert "rank 0:" not in text
 
 
@@ -149,3 +157,13 @@ def test_a_rank_that_dies_in_a_group_ends_all(pool: Pool) -> None:
     for text in raised.values():
         assert "step 1 of epoch 0: waiting for the others in the vote at the end of the step" in text
         assert "another rank has gone" in text
+
+
+def test_an_error_between_two_steps_is_told_to_those_who_wait(pool: Pool) -> None:
+    raised = _stuck(pool, "between", 1)
+    assert raised.pop(1).startswith("user code broke")
+    assert sorted(raised) == [0, 2, 3]
+    for text in raised.values():
+        assert "waiting for the others at the start of the step" in text
+        assert "another rank has gone" in text
+    assert any("rank 1 ended with ArithmeticError: user code broke" in text for text in raised.values())
