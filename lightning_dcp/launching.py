@@ -82,6 +82,20 @@ def check_launch(environment: ClusterEnvironment, num_nodes: int, num_processes:
         )
 
 
+def check_world(running: int, asked: int) -> None:
+    """Refuse a Trainer of another size in processes that an earlier one has already connected.
+
+    Raises:
+        MisconfigurationException: gradients would be averaged over other ranks than those that are planned for.
+    """
+    if running != asked:
+        raise MisconfigurationException(
+            f"torch.distributed already connects {running} processes, and this Trainer asks for {asked} under "
+            'DCPStrategy; allowed is the same number in one run of the script. Use strategy="auto" for work on one '
+            "device, or another run of the script"
+        )
+
+
 def without_requeue(environment: ClusterEnvironment | None) -> None:
     """Switch SLURM's automatic requeue off, which Lightning switches on, and say so.
 

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_dcp.engine import forget_process_groups, skip_cpu_operator
-from lightning_dcp.launching import check_launch, check_notebook, check_start_method, without_requeue
+from lightning_dcp.launching import check_launch, check_notebook, check_start_method, check_world, without_requeue
 from lightning_dcp.rendezvous import meet
 from lightning_dcp.upstream import ForkLauncher, is_interactive
 
@@ -68,6 +68,8 @@ class PortableDeepSpeedStrategy(DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group."""
+        if dist.is_initialized():
+            check_world(dist.get_world_size(), self.num_nodes * self.num_processes)
         without_requeue(self.cluster_environment)
         store = self._meet_nodes()
         known = set(os.environ)

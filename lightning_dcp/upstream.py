@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from signal import SIGKILL
 from typing import Any, NamedTuple, Union, get_args
 
 import lightning.pytorch as pl
@@ -392,9 +393,15 @@ class ForkLauncher(_MultiProcessingLauncher):
         self._leave = leave
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Fork, run and join."""
+        """Fork, run and join; where that is interrupted, no process goes on behind the notebook's back."""
         self._leave()
-        return super().launch(function, *args, **kwargs)
+        try:
+            return super().launch(function, *args, **kwargs)
+        except BaseException:
+            self.kill(SIGKILL)
+            for process in self.procs:
+                process.join()
+            raise
 
 
 def notify_sigterm(trainer: pl.Trainer, asked: Callable[[], bool]) -> None:

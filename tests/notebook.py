@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,32 @@ class Plans(pl.Callback):
         self.plans.append(trainer.strategy.plan.to_json())  # type: ignore[attr-defined]
         if trainer.is_global_zero:
             Path(self.folder, "plans.json").write_text(json.dumps(self.plans))
+
+
+class Interrupted(pl.Callback):
+    """Ctrl-C for the session, from a process that it forked; then steps that would go on for long."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        Path(self.folder, f"forked{trainer.global_rank}").write_text(str(os.getpid()))
+        if trainer.is_global_zero and trainer.global_step == 3:
+            os.kill(os.getppid(), signal.SIGINT)
+
+
+def interrupted(folder: str) -> list[int]:
+    """Process ids of the forked ranks that live on after the session was interrupted."""
+    case = case_of(2, steps=1_000_000)
+    trainer = make_trainer(
+        make_strategy(case, start_method="fork"), case, devices=2, callbacks=[Interrupted(folder)]
+    )
+    try:
+        trainer.fit(Module(case), datamodule=Data(case))
+    except SystemExit:
+        pids = [int(Path(folder, f"forked{rank}").read_text()) for rank in range(2)]
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    raise AssertionError("the fit was not interrupted")
 
 
 def refusal(**strategy: Any) -> str:
@@ -91,5 +119,5 @@ def run(folder: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         make_trainer(make_strategy(alone), alone, devices=1).fit(module, datamodule=Data(alone))
-    shown["then"] = trainer.global_step
+    shown["left"] = interrupted(folder)
     Path(folder, "shown.json").write_text(json.dumps(shown))

@@ -24,8 +24,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_dcp.launching import check_launch
 from lightning_dcp.rendezvous import meet
 from lightning_dcp.strategy import DCPStrategy
-from tests.fitting import assert_same_updates, fit_single
+from tests.fitting import Data, Module, assert_same_updates, fit_single, make_strategy, make_trainer
 from tests.launching import case_of, read, start, train
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[1]
 Variables = dict[str, str]
@@ -290,3 +291,17 @@ def test_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
                     patch.setenv(name, value)
                 nodes = 1 if variables.get("SLURM_NNODES") == "1" else 2
                 check_launch(environment(), nodes, 4 // nodes)
+
+
+def _smaller() -> str:
+    case = case_of(1)
+    trainer = make_trainer(make_strategy(case), case, devices=1, plugins=[LightningEnvironment()])
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.fit(Module(case), datamodule=Data(case))
+    return str(caught.value)
+
+
+def test_a_trainer_of_another_size_in_connected_processes(pool: Pool) -> None:
+    """Two ranks that each took themselves for alone averaged their gradients all the same."""
+    for message in pool.run(_smaller, 2):
+        assert message.startswith("torch.distributed already connects 2 processes, and this Trainer asks for 1")

@@ -54,6 +54,7 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     assert shown["devices"] == ["cpu"]
     assert "Calling `trainer.fit()` twice on the same Trainer" in shown["again"]
     assert shown["predictions"] is None
+    assert shown["left"] == []
     seen = [int(n) for rank in range(2) for n in (tmp_path / f"predicted{rank}").read_text().split()]
     assert sum(seen) == 16
     assert list(tmp_path.parent.glob("**/.temp.ckpt")) == []

@@ -169,6 +169,7 @@ def test_wherever_it_was_saved_the_rest_is_trained(pool: Pool, tmp_path: Path, l
 
 @pytest.mark.launch
 @pytest.mark.timeout(400)
+@pytest.mark.feature("Launchers", "Lightning's own launcher")
 @pytest.mark.parametrize("step", [2])
 def test_sigkill_and_resume_end_with_the_same_bits(tmp_path: Path, step: int) -> None:
     """Real processes, Lightning's own launcher, worker processes; killed in the middle of an epoch."""

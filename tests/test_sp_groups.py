@@ -125,6 +125,9 @@ class _Counts(pl.Callback):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         threads = len(list(Path("/proc/self/task").iterdir()))
         created = trainer.strategy.groups.num_created  # type: ignore[attr-defined]
+        if created == 2:
+            handle = trainer.strategy.groups.of(0, 4).handle  # type: ignore[attr-defined]
+            assert handle._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=99)
         self.rows.append((created, len(dist.distributed_c10d._world.pg_map), threads, pages * 4096 / 1e6))
 
 
@@ -143,7 +146,7 @@ def _fit_twice() -> list[Any]:
         patch.setattr(dist, "new_group", spy)
         for steps in (case.steps, 9):
             counts = _Counts()
-            strategy = make_strategy(case, planner=_Widening())
+            strategy = make_strategy(case, planner=_Widening(), timeout=timedelta(seconds=99))
             trainer = make_trainer(strategy, case, devices=4, callbacks=[counts], max_steps=steps)
             trainer.fit(Module(case), datamodule=Data(case))
             seen.append((counts.rows, len(dist.distributed_c10d._world.pg_map), strategy.groups.num_created))
