@@ -54,7 +54,7 @@ class BatchSource:
         if isinstance(loader.sampler, DistributedSampler):
             # It would give this rank's part, some samples twice; the whole dataset is dealt out here.
             return SequentialSampler(loader.sampler.dataset)  # type: ignore[arg-type]
-        if self._place.in_order and not isinstance(loader.sampler, SequentialSampler):
+        if self._place.in_order and type(loader.sampler) is not SequentialSampler:
             rank_zero_warn("overfit_batches leaves the random order of an evaluation loader out, as for training")
             return SequentialSampler(loader.dataset)  # type: ignore[arg-type]
         return loader.sampler
@@ -83,7 +83,7 @@ class BatchSource:
         return without_copies(own) if place.predicting else own
 
     def _order(self) -> Sequence[Any]:
-        if isinstance(self.sampler, SequentialSampler):
+        if type(self.sampler) is SequentialSampler:
             return range(len(self.sampler))
         with isolated():
             seed_global(seed_from(self._place.seed))
