@@ -34,10 +34,14 @@ class Watched(Module):
     def __init__(self, case: Case = FIT) -> None:
         super().__init__(case)
         self.runs: list[tuple[int, bool, list[int]]] = []
+        self.draws: list[float] = []
 
     def on_validation_epoch_start(self) -> None:
         self.runs.append((self.trainer.global_step, self.trainer.sanity_checking, []))
         torch.rand(1)  # nothing that training draws may come after it
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.draws.append(float(torch.rand(())))
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         from lightning_dcp.sequence_parallel import current
@@ -61,7 +65,7 @@ def _weights(validated: bool) -> dict[str, Tensor]:
     trainer = dcp_trainer(FIT, 2, 20, **limits)
     trainer.fit(module, datamodule=data)
     assert bool(module.runs) == validated
-    return weights_of(module)
+    return {**weights_of(module), "draws": torch.tensor(module.draws)}
 
 
 def _schedules() -> Any:
