@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from lightning_dcp.data.evaluation import EvaluationLoader, Place, evaluation_loaders
 from lightning_dcp.topology import World
-from tests.evaluating import CASE, Scored, assert_same_scores, collate_numbered, dcp_trainer, numbered
+from tests.evaluating import CASE, Scored, collate_numbered, dcp_trainer, numbered
 from tests.fitting import make_trainer
 from tests.pool import Pool
 
@@ -55,6 +55,7 @@ class Backwards(BatchSampler):
 
 def loaders() -> dict[str, Any]:
     plain: dict[str, Any] = {"collate_fn": collate_numbered}
+    whole: Any = [collate_numbered([DATA[i], DATA[i + 1]]) for i in (0, 4, 2)]
     return {
         "plain": DataLoader(DATA, batch_size=2, **plain),
         "shuffled, last dropped": DataLoader(
@@ -67,9 +68,7 @@ def loaders() -> dict[str, Any]:
             **plain,
         ),
         "batches": DataLoader(DATA, batch_sampler=Backwards(), **plain),
-        "whole batches": DataLoader(
-            [collate_numbered([DATA[i], DATA[i + 1]]) for i in (0, 4, 2)], batch_size=None
-        ),
+        "whole batches": DataLoader(whole, batch_size=None),
         "stream": DataLoader(Stream(), batch_size=2, **plain),
         "a part": DataLoader(Subset(DATA, [1, 5, 7]), batch_size=2, **plain),
     }
@@ -147,13 +146,13 @@ class _ByRank(SequentialSampler):
 
 def _refused(kind: str) -> str:
     plain: dict[str, Any] = {"collate_fn": collate_numbered, "batch_size": 2}
-    given: Any = {
-        "sampler": lambda: DataLoader(DATA, sampler=_ByRank(DATA), **plain),
-        "stream": lambda: DataLoader(Stream(part=True), **plain),
-        "combined": lambda: CombinedLoader([DataLoader(DATA, **plain)] * 2, "min_size"),
-    }[kind]()
+    given: dict[str, Any] = {
+        "sampler": DataLoader(DATA, sampler=_ByRank(DATA), **plain),
+        "stream": DataLoader(Stream(part=True), **plain),
+        "combined": CombinedLoader([DataLoader(DATA, **plain)] * 2, "min_size"),
+    }
     with pytest.raises(Exception, match="allowed") as caught:
-        dcp_trainer(CASE, 2).validate(Scored(), given, verbose=False)
+        dcp_trainer(CASE, 2).validate(Scored(), given[kind], verbose=False)
     return str(caught.value)
 
 
@@ -173,7 +172,7 @@ def test_loaders_that_cannot_be_dealt_out_are_refused_on_all_ranks(
 
 
 def test_a_distributed_sampler_is_taken_apart() -> None:
-    sampler: DistributedSampler[Any] = DistributedSampler(DATA, num_replicas=2, rank=1)  # type: ignore[arg-type]
+    sampler: DistributedSampler[Any] = DistributedSampler(DATA, num_replicas=2, rank=1)
     place = Place(rank=0, world=World.build(1, [1]))
     loader = evaluation_loaders(
         DataLoader(DATA, batch_size=4, sampler=sampler, collate_fn=collate_numbered), place
