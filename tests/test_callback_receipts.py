@@ -103,6 +103,7 @@ def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[lis
     return pool.run(_runs, 2, str(folder), f"{_needed(FITTING)}B", timeout=120.0), folder
 
 
+@pytest.mark.feature("Metrics", "a receipt of each epoch", "`DCPCallback.receipts`")
 def test_receipts_of_epochs_and_of_a_resumed_run(runs: tuple[list[list[dict[str, Any]]], Path]) -> None:
     for (first, resumed, _), _rank in zip(runs[0], range(2), strict=True):
         # Six steps an epoch, the last one of two samples; eight steps in all.

@@ -46,6 +46,9 @@ def _counts(plan: IterationPlan, samples: Samples) -> dict[str, int]:
     }
 
 
+@pytest.mark.feature(
+    "Metrics", "tokens, samples and FLOP/s, MFU", "counted from the plans; the same for every plan"
+)
 def test_metrics_equal_hand_counts(ranks: list[list[dict[str, Any]]]) -> None:
     """huggingface/trl#7100, meta-pytorch/torcheval#156: one definition, counted once, by a fake clock.
 

@@ -174,6 +174,7 @@ def _fit_slow(world_size: int) -> tuple[list[StepTimes], list[float], dict[str, 
     return [r.times for r in dcp.records], votes, dcp.waterfall(), dcp.metrics
 
 
+@pytest.mark.feature("Metrics", "where the time of all ranks went", "`DCPCallback.waterfall()`")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_sleeps_show_where_they_are(pool: Pool, world_size: int) -> None:
     """The parts add up to W times the wall-clock that the test measured, and each sleep is in its own part."""

@@ -46,7 +46,9 @@ def count_flops(
     """
     found: FlopCount | str
     try:
-        found = fitted([_observed(runner, rank, sample, load) for sample in samples])
+        with untouched(runner.module), _eager(runner.module):
+            observations = [_observed(runner, rank, sample, load) for sample in samples]
+        found = fitted(observations)
     except Exception as error:  # user code on one rank; operations are no reason to end a training
         found = f"{type(error).__name__}: {error}"
     reasons = [answer for answer in of_all_ranks(found, world_size) if isinstance(answer, str)]
@@ -75,8 +77,6 @@ def _observed(
     counter = FlopCounterMode(display=False)
     watched = _WatchedAttention(counter)
     with (
-        untouched(runner.module),
-        _eager(runner.module),
         replaced_attention(watched.wrap),
         counter,
         torch.no_grad(),
