@@ -133,18 +133,23 @@ def table(result: dict[str, Any]) -> str:
     """The Markdown of the documentation: bytes per parameter, and rates in GB/s."""
     head, everyone, parameters = result["settings"], result["ranks_found"], result["parameters"]
     first = everyone[0]
-    others = max((max(found["save_bytes"], 0) for found in everyone[1:]), default=0)
+    others = max((max(_held(found), 0) for found in everyone[1:]), default=0)
     gathered = first["weights_seconds"] + first["optimizer_seconds"]
     rows = [
         (f"{head['precision']}, {head['ranks']} ranks, {parameters / 1e6:.0f} million parameters", ""),
         ("---", "---"),
         ("file, bytes per parameter", f"{result['file_bytes'] / parameters:.1f}"),
-        ("rank 0 while it saves, bytes per parameter", f"{first['save_bytes'] / parameters:.1f}"),
+        ("rank 0 while it saves, bytes per parameter", f"{_held(first) / parameters:.1f}"),
         ("other ranks, bytes per parameter", f"{others / parameters:.1f}"),
         ("gathering, GB/s", f"{result['file_bytes'] / gathered / 1e9:.2f}"),
         ("writing, GB/s", f"{result['file_bytes'] / first['write_seconds'] / 1e9:.2f}"),
     ]
     return "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def _held(found: dict[str, Any]) -> int:
+    """Bytes that a rank gathers: weights and optimizer state, which are both there when the file is written."""
+    return int(found["weights_bytes"] + found["optimizer_bytes"])
 
 
 def keep(result: dict[str, Any]) -> None:
