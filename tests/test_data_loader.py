@@ -52,13 +52,18 @@ def _steps(loader: DCPLoader) -> list[list[int]]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_sample_once_per_epoch(size: dict[str, int], num_workers: int, world_size: int) -> None:
-    """NVlabs/LongLive#71, huggingface/trl#4579: the ranks together see each sample once."""
+    """NVlabs/LongLive#71, huggingface/trl#4579: the ranks together see each sample once.
+
+    webdataset/webdataset#382: each rank's loader has the length of what it gives, where all epochs have the same.
+    """
     loaders = [_loader(rank, world_size, num_workers=num_workers, **size) for rank in range(world_size)]
     single = _loader(**size)
     for epoch in range(2):
         for loader in (*loaders, single):
             loader.sampler.set_epoch(epoch)
         steps = [[ids_of(batch) for batch in loader] for loader in loaders]
+        if "global_batch_size" in size:
+            assert [len(loader) for loader in loaders] == [len(given) for given in steps]
         content = [sorted(chain(*parts)) for parts in zip(*steps, strict=True)]
         assert sorted(chain(*content)) == list(range(len(LENGTHS)))
         assert content == [sorted(ids) for ids in _steps(single)]

@@ -166,9 +166,10 @@ def test_a_config_file(tmp_path: Path) -> None:
 
 @pytest.mark.feature("Trainer", '`strategy="dcp"`')
 def test_by_name() -> None:
+    """jentic/jentic-one#958: registered twice, it is there once."""
     trainer = pl.Trainer(strategy="dcp", accelerator="cpu", devices=1, logger=False)
     assert isinstance(trainer.strategy, DCPStrategy)
-    DCPStrategy.register_strategies(StrategyRegistry)  # a second time: nothing happens (jentic/jentic-one#958)
+    DCPStrategy.register_strategies(StrategyRegistry)  # a second time: nothing happens
     assert StrategyRegistry.available_strategies().count("dcp") == 1
 
 
