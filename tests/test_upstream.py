@@ -13,7 +13,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -173,3 +175,16 @@ def test_what_the_fit_loop_asks_again_for() -> None:
         check_given_loaders(trainer, seen.append)
         assert seen == expected, fn
         seen.clear()
+
+
+def test_names_of_the_evaluation_loops() -> None:
+    for kind, name in ((_EvaluationLoop, "_evaluation_step"), (_PredictionLoop, "_predict_step")):
+        names = list(inspect.signature(getattr(kind, name)).parameters)
+        assert names == ["self", "batch", "batch_idx", "dataloader_idx", "dataloader_iter"]
+        assert f"self.{name}(" in inspect.getsource(kind)
+    predicting = inspect.getsource(_PredictionLoop._predict_step)
+    assert "self._predictions[dataloader_idx].append" in predicting
+    writing = inspect.getsource(_PredictionLoop._store_data_for_prediction_writer)
+    assert "self.epoch_batch_indices[dataloader_idx].append" in writing
+    assert "_IndexBatchSamplerWrapper" in inspect.getsource(_PredictionLoop._get_batch_indices)
+    assert CombinedLoader([[1]], "sequential")._mode == "sequential"
