@@ -142,6 +142,9 @@ def test_every_kind_of_loader_trains_as_one_process_does(pool: Pool) -> None:
 
 
 def test_four_ranks_take_the_same_steps_with_half_the_batch(pool: Pool) -> None:
-    case = replace(CASE, world_size=4)
-    answers = pool.run(_fit, 4, ["shuffled", "default"], case, timeout=300.0)
+    """With the self-check, which must find nothing to switch off: positions come with the shards."""
+    case = replace(CASE, world_size=4, steps=2, self_check=True)
+    answers = pool.run(_fit, 4, ["shuffled"], case, timeout=300.0)
     _check(case, answers)
+    plans = [IterationPlan.from_json(text) for text in answers[0]["shuffled"][0].plans]
+    assert {m.sp_size for plan in plans for m in plan.micro_batches} >= {1, 2, 4}

@@ -41,7 +41,10 @@ def misfits(context: PlanningContext, shapes: IntArray) -> IntArray:
     Returns:
         Their positions in the dataset, ascending.
     """
-    sizes, which = np.unique(shapes, axis=0, return_inverse=True)
+    # Rows are compared far more slowly than numbers.
+    rows, axis = (shapes.reshape(-1), None) if shapes.shape[1] == 1 else (shapes, 0)
+    sizes, which = np.unique(rows, axis=axis, return_inverse=True)
+    sizes = sizes.reshape(len(sizes), -1)
     request = request_of(context, np.arange(len(sizes)), sizes)
     fits = np.zeros(len(sizes), dtype=bool)
     for p in _sp_sizes(context):

@@ -18,10 +18,12 @@ class Drawn(NamedTuple):
     Attributes:
         samples: sample of the dataset at each place; one may stand several times.
         batches: number of the batch that each place belongs to, ascending, where somebody else made batches.
+        once: no sample stands twice; looking costs a sort.
     """
 
     samples: IntArray
     batches: IntArray | None = None
+    once: bool = False
 
 
 Draw = Callable[[int], Drawn]
@@ -38,7 +40,7 @@ def drawing(size: int, seed: int, shuffle: bool) -> Draw:
     """
 
     def draw(epoch: int) -> Drawn:
-        return Drawn(permutation(seed, epoch, size) if shuffle else np.arange(size, dtype=np.int64))
+        return Drawn(permutation(seed, epoch, size) if shuffle else np.arange(size, dtype=np.int64), once=True)
 
     return draw
 
@@ -77,7 +79,9 @@ class EpochOrder:
         """Id of the sample at each place, int64 ``[places]``."""
         self._go_to(epoch)
         if self._ids is None:
-            self._ids = occurrences(self._drawn.samples, self._size)[self._kept()]
+            drawn = self._drawn
+            ids = drawn.samples if drawn.once else occurrences(drawn.samples, self._size)
+            self._ids = ids[self._kept()]
         return self._ids
 
     def batches(self, epoch: int) -> IntArray | None:
