@@ -12,23 +12,30 @@ from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from torchmetrics.classification import BinaryAUROC
 
 from lightning_dcp.data.batch import DCPBatch, StepPlan
+from lightning_dcp.logged import Results
+from lightning_dcp.logged_epoch import take_over_results
 from lightning_dcp.plan import IterationPlan
 from lightning_dcp.upstream import (
     ResultCollection,
     check_given_loaders,
     end_by_sigterm,
+    fill_lists,
     forget_of_step,
     forget_train_loader,
     is_interactive,
+    kept_lists,
     log_of_step,
     logged_by_user,
     notify_sigterm,
@@ -36,6 +43,7 @@ from lightning_dcp.upstream import (
     skip_zero_grad,
     sort_types,
     steps_pass_transfer_hooks,
+    watched_at_step,
 )
 
 
@@ -188,3 +196,25 @@ def test_names_of_the_evaluation_loops() -> None:
     assert "self.epoch_batch_indices[dataloader_idx].append" in writing
     assert "_IndexBatchSamplerWrapper" in inspect.getsource(_PredictionLoop._get_batch_indices)
     assert CombinedLoader([[1]], "sequential")._mode == "sequential"
+
+
+def test_names_behind_logged_values() -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, callbacks=[ModelCheckpoint(monitor="x", every_n_train_steps=2)]
+    )
+    # Called on all ranks before any hook reads the results of an epoch.
+    for end in (_FitLoop.on_advance_end, _EvaluationLoop.on_run_end):
+        source = inspect.getsource(end)
+        hooks = "_call_callback_hooks" if "_call_callback_hooks" in source else "_on_evaluation_epoch_end()"
+        assert source.index("epoch_end_reached()") < source.index(hooks)
+    take_over_results(trainer)
+    for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.test_loop):
+        assert isinstance(loop._results, Results)
+    assert watched_at_step(trainer) == frozenset()  # the next step is the first
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 1
+    assert watched_at_step(trainer) == {"x"}
+    area = BinaryAUROC()
+    area.update(torch.tensor([0.5]), torch.tensor([1]))
+    assert kept_lists(area) == {"preds": (torch.float32, ()), "target": (torch.int64, ())}
+    fill_lists(empty := BinaryAUROC(), kept_lists(area))
+    assert empty.target[0].dtype == torch.int64
