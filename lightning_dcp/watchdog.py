@@ -184,6 +184,8 @@ def _is_users(frame: FrameType) -> bool:
 
 def is_of_the_network(error: BaseException) -> bool:
     """Whether an error is a backend's: a collective timed out, or another process has gone."""
+    if isinstance(error, StepError):  # agreed on by all ranks, though it may quote a backend
+        return False
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
