@@ -1,11 +1,10 @@
-"""Cells of a notebook, for ``python -i -c``: one process, then two by fork, in one interactive session."""
+"""Cells of a notebook, for ``python -i -c``: two processes by fork, then one, in one interactive session."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,9 @@ class Interrupted(pl.Callback):
         self.folder = folder
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        Path(self.folder, f"forked{trainer.global_rank}").write_text(str(os.getpid()))
-        if trainer.is_global_zero and trainer.global_step == 3:
+        if trainer.global_step == 1:
+            Path(self.folder, f"forked{trainer.global_rank}").write_text(str(os.getpid()))
+        if trainer.is_global_zero and trainer.global_step >= 3:  # until it is heard
             os.kill(os.getppid(), signal.SIGINT)
 
 
@@ -80,12 +80,6 @@ def refusal(**strategy: Any) -> str:
 def run(folder: str) -> None:
     """All cells; what they show goes to a file."""
     shown: dict[str, Any] = {}
-    alone = case_of(1)
-    module = Predicting(alone)
-    start = weights_of(module)
-    make_trainer(make_strategy(alone), alone, devices=1).fit(module, datamodule=Data(alone))
-    shown["alone"] = max(float((w - start[n]).abs().max()) for n, w in weights_of(module).items())
-    shown["initialised"] = dist.is_initialized()
 
     shown["refusal"] = refusal()
     for name in ("dcp_notebook", "dcp_fork"):
@@ -116,8 +110,12 @@ def run(folder: str) -> None:
 
     loader: Any = DataLoader(Samples(case), batch_size=4, collate_fn=collate_whole)
     shown["predictions"] = trainer.predict(module, loader)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        make_trainer(make_strategy(alone), alone, devices=1).fit(module, datamodule=Data(alone))
     shown["left"] = interrupted(folder)
+    # Last: a thread of its process group may hold a lock at the moment of a fork.
+    alone = case_of(1)
+    module = Predicting(alone)
+    start = weights_of(module)
+    make_trainer(make_strategy(alone), alone, devices=1).fit(module, datamodule=Data(alone))
+    shown["alone"] = max(float((w - start[n]).abs().max()) for n, w in weights_of(module).items())
+    shown["initialised"] = dist.is_initialized()
     Path(folder, "shown.json").write_text(json.dumps(shown))

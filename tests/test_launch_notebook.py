@@ -37,7 +37,7 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     assert (tmp_path / "shown.json").exists(), done.stderr[-4000:]
     shown = json.loads((tmp_path / "shown.json").read_text())
     assert shown["alone"] > 0.01
-    assert shown["initialised"], "the process group of the first cell is there when the second forks"
+    assert shown["initialised"]
     assert "DCPStrategy with 2 processes in an interactive session" in shown["refusal"]
     assert 'Use Trainer(strategy="dcp_notebook")' in shown["refusal"]
     assert (shown["dcp_notebook"], shown["dcp_fork"]) == ("ForkLauncher", "ForkLauncher")
