@@ -107,15 +107,6 @@ def skip_cpu_operator() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def forget_process_groups() -> None:
-    """Make DeepSpeed forget a world that was destroyed; it keeps its groups in variables of its modules."""
-    import deepspeed.comm.comm
-    import deepspeed.utils.groups
-
-    deepspeed.comm.comm.cdb = None
-    deepspeed.utils.groups._WORLD_GROUP = None
-
-
 def read_config(config: Config | str | Path | None) -> Config:
     """The user's settings from a dict or a JSON file; empty for ``None``.
 

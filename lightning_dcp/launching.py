@@ -42,6 +42,23 @@ def check_notebook(start_method: str, num_processes: int, interactive: bool) -> 
         )
 
 
+def check_fork(connected: bool) -> None:
+    """Refuse to fork a process that has trained by itself: now and then its forked processes waited for ever.
+
+    Args:
+        connected: whether this process is in a process group, whose threads a forked process lacks.
+
+    Raises:
+        MisconfigurationException: it is.
+    """
+    if connected:
+        raise MisconfigurationException(
+            "several processes were asked for by fork in a session that has already trained on one device: forked "
+            "processes lack the threads of its process group and can hang. Restart the session, and fit on several "
+            "processes first; a fit on one device may come after"
+        )
+
+
 def check_launch(environment: ClusterEnvironment, num_nodes: int, num_processes: int) -> None:
     """Compare ``Trainer(num_nodes=..., devices=...)`` with the processes that were started.
 

@@ -12,8 +12,15 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from lightning_dcp.engine import forget_process_groups, skip_cpu_operator
-from lightning_dcp.launching import check_launch, check_notebook, check_start_method, check_world, without_requeue
+from lightning_dcp.engine import skip_cpu_operator
+from lightning_dcp.launching import (
+    check_fork,
+    check_launch,
+    check_notebook,
+    check_start_method,
+    check_world,
+    without_requeue,
+)
 from lightning_dcp.rendezvous import meet
 from lightning_dcp.upstream import ForkLauncher, is_interactive
 
@@ -62,7 +69,7 @@ class PortableDeepSpeedStrategy(DeepSpeedStrategy):
             return
         check_notebook(self._start_method, self.num_processes * self.num_nodes, is_interactive())
         if self._start_method == "fork":
-            self._launcher = ForkLauncher(self, leave_process_group)
+            self._launcher = ForkLauncher(self, lambda: check_fork(dist.is_initialized()))
         else:
             super()._configure_launcher()
 
@@ -82,7 +89,7 @@ class PortableDeepSpeedStrategy(DeepSpeedStrategy):
             DDPStrategy.setup_environment(self)
         del store  # the process group's own store lives in the same server by now
         self._own_variables = set(os.environ) - known if self.launcher is None else set()
-        atexit.register(leave_process_group)
+        atexit.register(_leave_process_group)
 
     def teardown(self) -> None:
         """Take the variables of a launch back where there was none: the next Trainer would take itself for launched."""
@@ -106,8 +113,7 @@ class PortableDeepSpeedStrategy(DeepSpeedStrategy):
         )
 
 
-def leave_process_group() -> None:
-    """Without this at exit, about one gloo process in ten dies after its work is done."""
+def _leave_process_group() -> None:
+    """Without this, about one gloo process in ten dies at exit after its work is done."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-        forget_process_groups()

@@ -111,11 +111,16 @@ def run(folder: str) -> None:
     loader: Any = DataLoader(Samples(case), batch_size=4, collate_fn=collate_whole)
     shown["predictions"] = trainer.predict(module, loader)
     shown["left"] = interrupted(folder)
-    # Last: a thread of its process group may hold a lock at the moment of a fork.
+    # Last: no fork is allowed after it.
     alone = case_of(1)
     module = Predicting(alone)
     start = weights_of(module)
     make_trainer(make_strategy(alone), alone, devices=1).fit(module, datamodule=Data(alone))
     shown["alone"] = max(float((w - start[n]).abs().max()) for n, w in weights_of(module).items())
     shown["initialised"] = dist.is_initialized()
+    again = make_trainer(make_strategy(case, start_method="fork"), case, devices=2)
+    try:
+        again.fit(Predicting(case), datamodule=Data(case))
+    except MisconfigurationException as error:
+        shown["late"] = str(error)
     Path(folder, "shown.json").write_text(json.dumps(shown))

@@ -38,6 +38,8 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     shown = json.loads((tmp_path / "shown.json").read_text())
     assert shown["alone"] > 0.01
     assert shown["initialised"]
+    assert "by fork in a session that has already trained on one device" in shown["late"]
+    assert "Restart the session" in shown["late"]
     assert "DCPStrategy with 2 processes in an interactive session" in shown["refusal"]
     assert 'Use Trainer(strategy="dcp_notebook")' in shown["refusal"]
     assert (shown["dcp_notebook"], shown["dcp_fork"]) == ("ForkLauncher", "ForkLauncher")

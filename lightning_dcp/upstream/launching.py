@@ -21,17 +21,16 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     Args:
         strategy: whose processes are started.
-        leave: called before each fork; leaves the process group of an earlier fit in this process, of which the
-            forked processes would have a dead copy.
+        check: called before each fork; raises where the forked processes could hang.
     """
 
-    def __init__(self, strategy: Any, leave: Callable[[], None]) -> None:
+    def __init__(self, strategy: Any, check: Callable[[], None]) -> None:
         super().__init__(strategy, start_method="fork")
-        self._leave = leave
+        self._check = check
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Fork, run and join; where that is interrupted, no process goes on behind the notebook's back."""
-        self._leave()
+        self._check()
         try:
             return super().launch(function, *args, **kwargs)
         except BaseException:
