@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,16 +11,16 @@ from typing import Any, Protocol
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader
 
 from lightning_dcp.cost import IntArray
-from lightning_dcp.data.batch import Batch, DCPBatch, StepPlan
+from lightning_dcp.data.ahead import ReadAhead, StepPass
+from lightning_dcp.data.batch import Batch, DCPBatch
 from lightning_dcp.data.drawing import Stray
 from lightning_dcp.data.feeding import Planned, tasks
 from lightning_dcp.data.leaving import misfits, refuse, write_left_out
 from lightning_dcp.data.lengths import check_shapes, dataset_size
 from lightning_dcp.data.planning import PlanningContext, request_of, samples_of
-from lightning_dcp.data.reading import LoaderOptions, Reader, Reading, Task, torch_loader
+from lightning_dcp.data.reading import LoaderOptions, Reader, Task
 from lightning_dcp.data.receipt import Receipt
 from lightning_dcp.data.sampler import StepSampler
 from lightning_dcp.data.sizing import check_size
@@ -83,8 +82,6 @@ class DCPLoader:
         self.options = options or LoaderOptions()
         self.started = False
         """Whether a step was asked for since the loader was made."""
-        self.waited_seconds = 0.0
-        """Seconds spent in ``next`` so far: reading, collating and planning that were not ready in time."""
         self._context: PlanningContext | None = None
         self._reader = Reader(
             dataset=dataset,
@@ -93,9 +90,7 @@ class DCPLoader:
             seed=sampler.seed,
             any_batch=self.options.any_batch,
         )
-        self._feed: Iterator[Task] = iter(())
-        self._torch_loader: DataLoader[Reading] | None = None
-        self._active: _Steps | None = None
+        self._ahead = ReadAhead(self._reader, self.options)
 
     def announce(self, planner: Planner) -> None:
         """Say who will plan, as soon as that is known.
@@ -159,6 +154,11 @@ class DCPLoader:
         return self.sampler.receipt()
 
     @property
+    def waited_seconds(self) -> float:
+        """Seconds spent in ``next`` so far: reading, collating and planning that were not ready in time."""
+        return self._ahead.waited_seconds
+
+    @property
     def consumed_samples(self) -> int:
         """Samples trained on since the first epoch, on all ranks."""
         return self.sampler.consumed_samples
@@ -178,7 +178,7 @@ class DCPLoader:
 
     def __iter__(self) -> Iterator[DCPBatch]:
         """An iterator from the first step that was not consumed; see the class."""
-        return _Steps(self)
+        return StepPass(self._ahead, self._begin, self.sampler)
 
     def mark_consumed(self, batch: DCPBatch) -> None:
         """A step was trained on; to be called after the optimizer step."""
@@ -228,18 +228,14 @@ class DCPLoader:
 
     def close(self) -> None:
         """Stop the workers; a later iteration starts new ones."""
-        self._torch_loader = None
-        self._active = None
+        self._ahead.close()
 
-    def _open(self, steps: _Steps, planned: deque[Planned]) -> Iterator[Reading]:
-        """Start reading ahead for one iteration, from the position of the sampler."""
+    def _begin(self, planned: deque[Planned]) -> Iterator[Task]:
+        """Start planning for one pass, from the position of the sampler."""
         context = self._bound()
-        self.started, self._active = True, steps
+        self.started = True
         self.sampler.begin()
-        self._feed = tasks(context, self.sampler, self.shapes, planned)
-        if self._torch_loader is None:
-            self._torch_loader = torch_loader(self._reader, _Feed(self), self.options)
-        return iter(self._torch_loader)
+        return tasks(context, self.sampler, self.shapes, planned)
 
     def request_of(self, plan: IterationPlan) -> PlanRequest:
         """What a planner is asked for the samples of a plan."""
@@ -258,75 +254,3 @@ class DCPLoader:
 def has_state(dataset: Any) -> bool:
     """Whether a dataset keeps a state that belongs into checkpoints."""
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-class _Feed:
-    """The sampler of the torch loader: the tasks of the running iteration."""
-
-    def __init__(self, loader: DCPLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Task]:
-        return self._loader._feed
-
-
-class _Steps:
-    """One pass over the remaining steps of an epoch."""
-
-    def __init__(self, loader: DCPLoader) -> None:
-        self._loader = loader
-        self._readings: Iterator[Reading] | None = None
-        self._planned: deque[Planned] = deque()
-        self._version = -1
-        self._lost: str | None = None
-
-    def __iter__(self) -> _Steps:
-        return self
-
-    def __next__(self) -> DCPBatch:
-        start = time.perf_counter()
-        try:
-            return self._step()
-        finally:
-            self._loader.waited_seconds += time.perf_counter() - start
-
-    def _step(self) -> DCPBatch:
-        if self._readings is None:
-            self._readings = self._loader._open(self, self._planned)
-            self._version = self._loader.sampler.version
-        self._check_current()
-        reading = self._next_reading(self._readings)
-        head = self._planned.popleft()
-        if head.error is not None:
-            raise head.error
-        assert head.plan is not None
-        return DCPBatch(head.epoch, head.step, StepPlan(head.plan), reading.data, reading.error)
-
-    def _next_reading(self, readings: Iterator[Reading]) -> Reading:
-        if self._lost is not None:
-            raise RuntimeError(f"nothing more can be read: {self._lost}")
-        try:
-            return next(readings)
-        except StopIteration:
-            raise
-        except Exception as error:
-            # Not from our code, whose errors come as text: torch reports a worker that was killed, or its half-sent
-            # data cannot be received (ConnectionResetError, FileNotFoundError, EOFError).
-            self._loader.close()
-            if not self._planned:
-                raise
-            self._lost = f"a worker process ended while samples were read: {error}"
-            self._readings = iter(())
-            head = self._planned[0]
-            ids = [i for m in head.mine for i in m.sample_ids]
-            return Reading((), f"step {head.step} of epoch {head.epoch}, samples {ids}: {self._lost}")
-
-    def _check_current(self) -> None:
-        if self._loader._active is not self and self._lost is None:
-            raise RuntimeError("a newer iterator of this loader is in use; only one pass runs at a time")
-        if self._version != self._loader.sampler.version:
-            raise RuntimeError(
-                "the epoch or the position of the loader was set after its first step was read; call "
-                "iter(loader) again. Where the number of steps differs between epochs use DCPDataModule, which "
-                "sets them before"
-            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -154,6 +154,16 @@ class TaskDataset(Dataset[Reading]):
             return reading
         reason = _cannot_be_sent(reading.data)
         return reading if reason is None else Reading((), f"step {task.step} of epoch {task.epoch}: {reason}")
+
+
+class Feed:
+    """A sampler, or a batch sampler, whose next pass is set from outside."""
+
+    def __init__(self) -> None:
+        self.coming: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.coming)
 
 
 def torch_loader(reader: Reader, feed: Iterable[Task], options: LoaderOptions) -> DataLoader[Reading]:

@@ -10,11 +10,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_dcp.agreement import of_all_ranks
-from lightning_dcp.data.evaluation.feeding import Feed, batches, options_of, without_copies
+from lightning_dcp.data.evaluation.feeding import batches, options_of, without_copies
 from lightning_dcp.data.evaluation.item import EvaluationItem
 from lightning_dcp.data.evaluation.place import Place
 from lightning_dcp.data.evaluation.rounds import Assignment, dealt, even
 from lightning_dcp.data.randomness import isolated, seed_global
+from lightning_dcp.data.reading import Feed
 from lightning_dcp.seeding import seed_from
 
 

@@ -10,17 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dcp.data.evaluation.rounds import Assignment
 from lightning_dcp.data.randomness import isolated, seed_global
+from lightning_dcp.data.reading import Feed
 from lightning_dcp.seeding import seed_from
-
-
-class Feed:
-    """A sampler, or a batch sampler, whose next pass is set from outside."""
-
-    def __init__(self) -> None:
-        self.coming: Iterable[Any] = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.coming)
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -40,7 +31,7 @@ def batches(loader: DataLoader[Any], feed: Feed, coming: Iterable[Any], seed: in
 
     Args:
         loader: reads what its sampler ``feed`` says.
-        feed: see :class:`Feed`.
+        feed: see :class:`~lightning_dcp.data.reading.Feed`.
         coming: indices, lists of them, or assignments.
         seed: of what dataset and collate draw in this process.
     """

@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dcp.cost import IntArray
 from lightning_dcp.data.batch import Batch
 from lightning_dcp.data.evaluation.collating import EvaluationCollate
-from lightning_dcp.data.evaluation.feeding import Feed, batches, options_of, without_copies
+from lightning_dcp.data.evaluation.feeding import batches, options_of, without_copies
 from lightning_dcp.data.evaluation.item import EvaluationItem
 from lightning_dcp.data.evaluation.place import Place
 from lightning_dcp.data.evaluation.rounds import Assignment, even, mixed, of_rank
 from lightning_dcp.data.lengths import read_shapes
 from lightning_dcp.data.randomness import isolated, seed_global
+from lightning_dcp.data.reading import Feed
 from lightning_dcp.plan import MicroBatch
 from lightning_dcp.seeding import seed_from
 
