@@ -81,6 +81,7 @@ def survey_of(module: torch.nn.Module, world: World | None = None, rank: int = 0
         rank=rank,
         load=load,
         memory_bytes=10**12,
+        leave=runner.groups.leave,
     )
     return replace(survey, **changes)
 

@@ -24,6 +24,7 @@ from lightning_dcp.profile import Profile, ProfileError
 from lightning_dcp.profiling import measure, obtain_profile, plan_probes
 from lightning_dcp.profiling.errors import is_out_of_memory
 from lightning_dcp.profiling.store import profile_identity
+from lightning_dcp.sequence_parallel import current
 from lightning_dcp.topology import World
 from tests.pool import Pool, RemoteError
 from tests.profiling_tools import CPU, LIMITS, SHAPES, Model, lengths_of, load, runner_of, survey_of
@@ -443,6 +444,32 @@ def test_error_on_one_rank_ends_all(pool: Pool) -> None:
         pool.run(error_on_rank_one, 2, timeout=30)
     assert "broken file" in caught.value.tracebacks[1]
     assert "failed on another rank" in caught.value.tracebacks[0]
+
+
+class FailsInPairs(Model):
+    """Raises on one rank between two exchanges of its pair."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if current().group.size == 2 and current().group.rank == 1:
+            with self.model.register_forward_hook(self._fail):
+                return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def _fail(self, *args: Any) -> None:
+        raise KeyError("broken layer")
+
+
+def error_inside_a_pair() -> None:
+    world = World.build(2, (1, 2))
+    measure(survey_of(FailsInPairs(), world, dist.get_rank()), lengths_of(world.sp_sizes, 2), {})
+
+
+def test_error_inside_a_group_ends_all_at_once(pool: Pool) -> None:
+    """The peer waits in the exchanges of the backward, which the failing rank never enters."""
+    with pytest.raises(RemoteError) as caught:
+        pool.run(error_inside_a_pair, 2, timeout=60)
+    assert "broken layer" in caught.value.tracebacks[1]
+    assert "timed out" not in caught.value.tracebacks[0].lower()
 
 
 def obtain(source: Any = None) -> Profile:

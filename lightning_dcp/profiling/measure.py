@@ -39,6 +39,7 @@ class Survey:
         static_bytes: bytes per rank that no micro-batch changes.
         budget_seconds: when half of it is used, lengths between the shortest and the longest are left out.
         progress: show a progress bar (on rank 0).
+        leave: called with an error that this rank has met inside a group, to call off the peers that wait for it.
         clocks: makes the clocks.
     """
 
@@ -50,6 +51,7 @@ class Survey:
     static_bytes: int = 0
     budget_seconds: float = 20.0
     progress: bool = False
+    leave: Callable[[BaseException], None] | None = None
     clocks: ClockFactory = clock_for
 
 
@@ -114,6 +116,9 @@ def _measure_length(
                 # Outside of this block the traceback, and with it the graph, is gone.
                 state = _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
                 failure = failure or (None if state == _OUT_OF_MEMORY else error)
+                if state == _FAILED and probe.sp_size > 1 and survey.leave is not None:
+                    # Its peers wait in an exchange, or come to one: they raise as this rank's connections close.
+                    survey.leave(error)
         if state == _OUT_OF_MEMORY and survey.subject.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()

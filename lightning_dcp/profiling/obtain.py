@@ -74,6 +74,7 @@ def obtain_profile(  # noqa: PLR0913 - everything that a run has by then, by nam
         memory_bytes=least_of_all(memory_bytes(0.9, device, world.ranks_per_node), device),
         static_bytes=static_bytes(module, world.world_size),
         progress=True,
+        leave=runner.groups.leave,
     )
 
     def fresh() -> Profile:
