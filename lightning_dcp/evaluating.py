@@ -33,7 +33,7 @@ from lightning_dcp.execution import LossSettings
 from lightning_dcp.memory import least_of_all, memory_bytes
 from lightning_dcp.preparation import Settings, chosen_sizes
 from lightning_dcp.profile import Profile, ProfileError
-from lightning_dcp.profiling.store import profile_identity, same_for_all
+from lightning_dcp.profiling.store import kept_profile, profile_identity, same_for_all
 from lightning_dcp.recompute import RecomputeSwitch, find_families
 from lightning_dcp.running import RunningStrategy
 from lightning_dcp.sequence_parallel.context import SPGroup
@@ -202,15 +202,10 @@ class EvaluatingStrategy(RunningStrategy):
 
     def _kept_profile(self, path: str | Path | None) -> Profile | None:
         """What rank 0 finds in the file that profiles are kept in."""
-        if path is None:
-            return None
-        file = Path(path)
-        found = {"text": file.read_text(encoding="utf-8")} if self.is_global_zero and file.is_file() else {}
-        text = same_for_all(found).get("text")
         try:
-            return None if text is None else Profile.from_json(text)
+            return None if path is None else kept_profile(Path(path), rank=self.global_rank)
         except ProfileError as error:
-            rank_zero_warn(f"{path} is not used to evaluate: {error}")
+            rank_zero_warn(f"The kept profile is not used to evaluate: {error}")
             return None
 
     def _evaluation_group(self, first_rank: int, sp_size: int) -> SPGroup:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lightning_dcp.data.batch import labels_of
 from lightning_dcp.data.evaluation import EvaluationItem
 from lightning_dcp.data.randomness import isolated, seed_global
-from lightning_dcp.execution import NO_EXCHANGE, LossSettings, seeded
-from lightning_dcp.logged import weighted_logs
+from lightning_dcp.execution import NO_EXCHANGE, LossSettings, seeded, valid_per_sample
+from lightning_dcp.logged import weigh_hooks, weighted_logs
 from lightning_dcp.seeding import seed_from
 from lightning_dcp.sequence_parallel.context import MicroBatchContext, SPGroup, activate
 from lightning_dcp.sequence_parallel.counting import uncounted
@@ -102,6 +102,7 @@ class Evaluator:
                 run()
             finally:
                 self._running = None
+                weigh_hooks(self._trainer, None)
         return counts
 
     def shard(self, item: EvaluationItem, dataloader_idx: int) -> Any:
@@ -109,10 +110,12 @@ class Evaluator:
         running = self._now()
         batch = self._transfer(item.data, dataloader_idx)
         labels = self._labels(batch) if self._loss.weighting == "sample" else None
-        if labels is not None:
-            running.context.items_per_sample_B = self._valid(labels).flatten(1).sum(1).to(torch.float64)
+        totals_B = None if labels is None else valid_per_sample(labels, self._loss.ignore_index)
+        if totals_B is not None and len(totals_B) == len(item.ids):  # else one index, or none, stands for a batch
+            running.context.items_per_sample_B = totals_B
         shard = batch if item.hooks is None else item.hooks.shard(batch, running.context.group)
-        running.weight = 0.0 if item.is_copy else self._items(item, shard, running.context)
+        running.weight = 0.0 if item.is_copy else self._items(item, shard, totals_B)
+        weigh_hooks(self._trainer, running.weight)
         return shard
 
     def step(self, call: Callable[[], Any]) -> Any:
@@ -150,11 +153,17 @@ class Evaluator:
             )
         return self._running
 
-    def _items(self, item: EvaluationItem, shard: Any, context: MicroBatchContext) -> float:
-        """What a value logged for this shard is taken for the mean over: its valid labels, else its samples."""
-        totals_B, labels = context.items_per_sample_B, self._labels(shard)
+    def _items(self, item: EvaluationItem, shard: Any, totals_B: Tensor | None) -> float:
+        """What a value logged for this shard is taken for the mean over: its valid labels, else its samples.
+
+        Args:
+            item: what the loader gave.
+            shard: this rank's part of it.
+            totals_B: weighted by sample, the valid labels of each whole sample.
+        """
+        labels = self._labels(shard)
         if totals_B is not None and labels is not None:
-            here_B = self._valid(labels).flatten(1).sum(1).to(totals_B)
+            here_B = valid_per_sample(labels, self._loss.ignore_index)
             return float((here_B / totals_B.clamp(min=1)).sum())
         if self._loss.weighting == "token" and item.hooks is not None:
             try:
@@ -162,15 +171,12 @@ class Evaluator:
             except ValueError:
                 pass  # neither labels nor a mask: nothing but samples can be counted
         elif self._loss.weighting == "token" and labels is not None:
-            return float(self._valid(labels).sum())
-        return _samples(item, shard) / context.group.size
+            return float((labels != self._loss.ignore_index).sum())
+        return _samples(item, shard) / item.sp_size
 
     def _labels(self, batch: Any) -> Tensor | None:
-        labels = batch.get(self._loss.labels_key) if isinstance(batch, Mapping) else None
+        labels = labels_of(batch, self._loss.labels_key)
         return labels if isinstance(labels, Tensor) and labels.dim() > 0 else None
-
-    def _valid(self, labels: Tensor) -> Tensor:
-        return labels != self._loss.ignore_index
 
 
 @contextmanager

@@ -206,7 +206,7 @@ class MicroBatchRunner:
         labels = labels_of(shard, self.loss.labels_key)
         if totals_B is None or not isinstance(labels, Tensor):
             return 0.0, False
-        here_B = (labels != self.loss.ignore_index).flatten(1).sum(1).to(totals_B)
+        here_B = valid_per_sample(labels, self.loss.ignore_index).to(totals_B)
         share = torch.where(totals_B > 0, here_B / totals_B.clamp(min=1), torch.zeros_like(totals_B)).sum()
         counted = totals_B[totals_B > 0]
         return float(share), counted.numel() == 0 or bool((counted == counted[0]).all())
@@ -292,7 +292,12 @@ class MicroBatchRunner:
         labels = labels_of(batch, self.loss.labels_key) if self.loss.weighting == "sample" else None
         if not isinstance(labels, Tensor):
             return None
-        return (labels != self.loss.ignore_index).flatten(1).sum(1).to(torch.float64)
+        return valid_per_sample(labels, self.loss.ignore_index)
+
+
+def valid_per_sample(labels: Tensor, ignore_index: int) -> Tensor:
+    """Labels of each sample that count, float64 ``[B]``, of labels ``[B]`` or ``[B, S, ...]``."""
+    return (labels != ignore_index).reshape(len(labels), -1).sum(1).to(torch.float64)
 
 
 def _checked_count(count: Any) -> float | Tensor:

@@ -45,6 +45,7 @@ class Results(ResultCollection):
         wide: keys that were logged in float64; the others are shown in float32, as in Lightning.
         uncounted: keys of this epoch with a call that counted nothing.
         step_weights: what each key counted at its last step.
+        hook_weight: what a call counts in a hook before the step of an evaluation; ``None`` elsewhere.
     """
 
     def __init__(self, training: bool) -> None:
@@ -55,6 +56,7 @@ class Results(ResultCollection):
         self.wide: set[str] = set()
         self.uncounted: set[str] = set()
         self.step_weights: dict[str, float] = {}
+        self.hook_weight: float | None = None
 
     def log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
         """As in Lightning, but while calls are kept nothing is added up."""
@@ -81,9 +83,8 @@ class Results(ResultCollection):
         if not self[key].update_called:
             self[key].has_reset = True  # nothing is counted yet, so there is nothing to show
         if self.kept is None:
-            self.count(
-                {key: [call._replace(part=0)]}, (1.0 if self.batch_size is None else float(self.batch_size),)
-            )
+            weight = self.hook_weight if self.batch_size is None else float(self.batch_size)
+            self.count({key: [call._replace(part=0)]}, (1.0 if weight is None else weight,))
         else:
             self.kept.setdefault(key, []).append(call)
 
@@ -228,6 +229,12 @@ def kept_logs(
         yield results
     finally:
         results.part, results.kept, results.on_log = outer
+
+
+def weigh_hooks(trainer: pl.Trainer, weight: float | None) -> None:
+    """Let what hooks log before the step of an item count with its weight; ``None`` ends it."""
+    if isinstance(trainer._results, Results):
+        trainer._results.hook_weight = weight
 
 
 @contextmanager

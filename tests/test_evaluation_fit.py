@@ -35,6 +35,7 @@ class Watched(Module):
         super().__init__(case)
         self.runs: list[tuple[int, bool, list[int]]] = []
         self.draws: list[float] = []
+        self.sizes_used: set[int] = set()
 
     def on_validation_epoch_start(self) -> None:
         self.runs.append((self.trainer.global_step, self.trainer.sanity_checking, []))
@@ -50,6 +51,8 @@ class Watched(Module):
         values_BS, mask_BS = self.values(batch)
         loss = values_BS[mask_BS].mean()
         self.log("val_loss", loss, sync_dist=True, add_dataloader_idx=False)
+        self.log("alone", loss)
+        self.sizes_used.add(current().group.size)
         if not current().is_copy and current().group.rank == 0:
             self.runs[-1][2].extend(torch.as_tensor(batch["index"]).tolist())
         return loss
@@ -117,28 +120,38 @@ class WithoutStep(Module):
 def _monitored(folder: str) -> Any:
     module = Watched()
     best = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, filename="{step}")
+    alone = ModelCheckpoint(f"{folder}/alone", monitor="alone", save_top_k=2, filename="{step}-{alone:.9f}")
     strategy = make_strategy(replace(FIT, world_size=2), memory_limit=limit_for(2, 20))
     trainer = make_trainer(
-        strategy, FIT, devices=2, callbacks=[best], enable_checkpointing=True, val_check_interval=1
+        strategy, FIT, devices=2, callbacks=[best, alone], enable_checkpointing=True, val_check_interval=1
     )
     data = EvaluatedData(FIT, (5,), eval_batch_size=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, datamodule=data)
+        assert module.sizes_used == {1, 2}
+        assert alone.best_model_score == best.best_model_score
+        kept = sorted(alone.best_k_models)
         scored = trainer.test(datamodule=data, ckpt_path="best", verbose=False)
         make_trainer(make_strategy(replace(FIT, world_size=2)), FIT, devices=2, max_steps=1).fit(
             WithoutStep(FIT), datamodule=SilentData(FIT)
         )
     texts = [str(w.message) for w in caught]
-    return best.best_model_path, float(best.best_model_score or 0), scored, texts
+    assert module.sizes_used == {1, 2}
+    return best.best_model_path, float(best.best_model_score or 0), scored, texts, kept
 
 
 @pytest.mark.feature("Trainer", '`test(ckpt_path="best")`')
 def test_the_best_checkpoint_is_the_same_everywhere_and_scores_as_it_did(pool: Pool, tmp_path: Any) -> None:
-    """Lightning-AI/pytorch-lightning#19045: the same decision on all ranks; #20272: no false warnings."""
+    """Lightning-AI/pytorch-lightning#19045: the same decision on all ranks; #20272: no false warnings.
+
+    Also by a value that is logged without ``sync_dist``: shards and copies would give each rank another one.
+    """
     results = pool.run(_monitored, 2, str(tmp_path), timeout=120.0)
     assert len({(path, score) for path, score, *_ in results}) == 1
-    for path, score, scored, texts in results:
+    for path, score, scored, texts, kept in results:
+        assert kept == sorted(str(file) for file in (tmp_path / "alone").iterdir())
+        assert len(kept) == 2
         assert path
         assert scored[0]["val_loss"] == pytest.approx(score, rel=1e-5)
         assert not [t for t in texts if "DistributedSampler" in t or "Skipping val loop" in t]

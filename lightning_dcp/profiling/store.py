@@ -114,11 +114,9 @@ def load_or_measure(path: Path, wanted: Wanted, measure: Callable[[], Profile], 
     Raises:
         ProfileError: on all ranks: the file cannot be read, is damaged, or does not fit.
     """
-    text, error = _broadcast(_read(path) if rank == 0 else (None, None))
-    if error is not None:
-        raise ProfileError(f"{path} cannot be read: {error}")
-    if text is not None:
-        return wanted.check(_parse(text, path), str(path))
+    kept = kept_profile(path, rank=rank)
+    if kept is not None:
+        return wanted.check(kept, str(path))
     profile = measure()
     if rank == 0:
         try:
@@ -126,6 +124,22 @@ def load_or_measure(path: Path, wanted: Wanted, measure: Callable[[], Profile], 
         except OSError as error:
             rank_zero_warn(f"The profile could not be kept in {path} ({error}); the next run measures anew")
     return profile
+
+
+def kept_profile(path: Path, *, rank: int) -> Profile | None:
+    """The profile in a file, if there is one; called by every rank, with one broadcast of the text from rank 0.
+
+    Args:
+        path: the file.
+        rank: global rank of this process.
+
+    Raises:
+        ProfileError: on all ranks: the file cannot be read, or is damaged.
+    """
+    text, error = _broadcast(_read(path) if rank == 0 else (None, None))
+    if error is not None:
+        raise ProfileError(f"{path} cannot be read: {error}")
+    return None if text is None else _parse(text, path)
 
 
 def same_for_all(identity: Mapping[str, str]) -> dict[str, str]:
