@@ -27,7 +27,7 @@ from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.data.saved import SIZES
 from lightning_dcp.data.takeover import TrainLoaders, check_given
 from lightning_dcp.engine import ZeroEngine, build_config, check_config, read_config
-from lightning_dcp.evaluating import EvaluatingStrategy
+from lightning_dcp.evaluation import EvaluatingStrategy
 from lightning_dcp.execution import LossReduction, LossSettings
 from lightning_dcp.logged import kept_logs
 from lightning_dcp.logged_epoch import agree_on_step, take_over_results

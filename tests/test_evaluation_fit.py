@@ -165,7 +165,7 @@ def test_the_best_checkpoint_is_the_same_everywhere_and_scores_as_it_did(pool: P
 
 
 def test_what_is_missing_for_a_validation_is_said(tmp_path: Any) -> None:
-    from lightning_dcp.evaluating import _warn_of_validation
+    from lightning_dcp.evaluation.datamodule import warn_of_validation
 
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     for module, dataset, words in (
@@ -179,6 +179,6 @@ def test_what_is_missing_for_a_validation_is_said(tmp_path: Any) -> None:
         trainer.datamodule = data  # type: ignore[attr-defined]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _warn_of_validation(trainer, module)
+            warn_of_validation(trainer, module)
         texts = [str(w.message) for w in caught]
         assert [words in text for text in texts] == [True] if words else not texts

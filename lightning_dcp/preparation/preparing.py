@@ -101,7 +101,7 @@ def prepare(
             recompute=switch,
             hooks=loader.hooks,
             seed=loader.sampler.seed,
-            loss=_loss_settings(settings.loss, loader),
+            loss=loss_settings(settings.loss, loader.hooks),
             world_calls=world_calls,
         )
 
@@ -147,12 +147,16 @@ def _short(loader: DCPLoader, count: int) -> list[tuple[int, Shape]]:
     return [(i, shape_of(loader.shapes[i])) for i in short_samples(loader.shapes, count)]
 
 
-def _loss_settings(loss: LossSettings, loader: DCPLoader) -> LossSettings:
-    """With the labels named as the data module names them, by which samples are weighted."""
-    if not isinstance(loader.hooks, DCPDataModule):
+def loss_settings(loss: LossSettings, data: object) -> LossSettings:
+    """With the labels named as the data module names them, by which samples are weighted.
+
+    Args:
+        loss: the strategy's own arguments.
+        data: a ``DCPDataModule``, or anything else, which names nothing.
+    """
+    if not isinstance(data, DCPDataModule):
         return loss
-    rules = loader.hooks.rules
-    return replace(loss, labels_key=rules.labels_key, ignore_index=rules.ignore_index)
+    return replace(loss, labels_key=data.rules.labels_key, ignore_index=data.rules.ignore_index)
 
 
 def limits_of(settings: Settings, site: Site, freedoms: Freedoms) -> Limits:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_dcp.checkpoint import Section
@@ -27,14 +22,12 @@ from lightning_dcp.data.evaluation import (
     SampleSource,
     evaluation_loaders,
 )
-from lightning_dcp.data.module import DCPDataModule
-from lightning_dcp.evaluation import Evaluator
-from lightning_dcp.execution import LossSettings
+from lightning_dcp.evaluation.datamodule import seed_of, warn_of_validation
+from lightning_dcp.evaluation.evaluator import Evaluator
+from lightning_dcp.evaluation.profiles import usable_profile
 from lightning_dcp.memory import least_of_all, memory_bytes
-from lightning_dcp.preparation import Settings, chosen_sizes
-from lightning_dcp.profile import Profile, ProfileError
-from lightning_dcp.profiling.store import kept_profile, profile_identity, same_for_all
-from lightning_dcp.recompute import RecomputeSwitch, find_families
+from lightning_dcp.preparation import Settings, chosen_sizes, loss_settings
+from lightning_dcp.profile import Profile
 from lightning_dcp.running import RunningStrategy
 from lightning_dcp.sequence_parallel.context import SPGroup
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
@@ -43,7 +36,6 @@ from lightning_dcp.upstream import (
     around_evaluation,
     convert_loaders,
     loaders_in,
-    overrides_val,
     record_indices,
     steps_pass_transfer_hooks,
 )
@@ -103,12 +95,12 @@ class EvaluatingStrategy(RunningStrategy):
             trainer=trainer,
             group_of=self._evaluation_group,
             transfer=self._transfer,
-            seed=_seed(trainer),
-            loss=_loss(self._settings.loss, trainer),
+            seed=seed_of(trainer),
+            loss=loss_settings(self._settings.loss, getattr(trainer, "datamodule", None)),
         )
         self._hooks.enter_context(around_evaluation(trainer, self._evaluator.around))
         if trainer.state.fn == TrainerFn.FITTING:
-            _warn_of_validation(trainer, module)
+            warn_of_validation(trainer, module)
 
     def _forget(self) -> None:
         self._known_profile = self._profile or self._known_profile
@@ -137,7 +129,7 @@ class EvaluatingStrategy(RunningStrategy):
         trainer = self.lightning_module.trainer
         if self._place is None:
             world, rule = self._of_fit() if self._prepared is not None else self._standalone()
-            self._place = Place(rank=self.global_rank, world=world, rule=rule, seed=_seed(trainer))
+            self._place = Place(rank=self.global_rank, world=world, rule=rule, seed=seed_of(trainer))
         fitting = trainer.state.fn == TrainerFn.FITTING
         return Place(
             rank=self._place.rank,
@@ -160,7 +152,8 @@ class EvaluatingStrategy(RunningStrategy):
     def _standalone(self) -> tuple[World, MemoryRule | None]:
         """Without a fit: by a profile that is at hand for this model, else on single ranks."""
         settings, single = self._settings, World.build(self.world_size, [1], self.num_processes)
-        profile = self._fitting_profile()
+        trainer = self._need(self.lightning_module, "lightning_module").trainer
+        profile = usable_profile(settings, self._known_profile, trainer, self.root_device)
         if profile is None:
             return single, None
         cost = CostModel(profile)
@@ -173,40 +166,6 @@ class EvaluatingStrategy(RunningStrategy):
         world = World.build(self.world_size, sizes, self.num_processes)
         self._evaluation_groups = ProcessGroups(world.blocks, timeout=self._timeout, device=self.root_device)
         return world, MemoryRule(cost=cost, memory_bytes=limit)
-
-    def _fitting_profile(self) -> Profile | None:
-        """The profile that was given, or else that of the checkpoint or of the last fit, if it is of this model."""
-        module, given = self.lightning_module, self._settings.profile
-        assert module is not None
-        profile = given if isinstance(given, Profile) else self._kept_profile(given) or self._known_profile
-        if profile is None:
-            return None
-        switch = RecomputeSwitch(find_families(module, self._settings.layers))
-        identity = profile_identity(
-            module,
-            switch,
-            world_size=self.world_size,
-            precision=str(module.trainer.precision),
-            device=self.root_device,
-        )
-        differing = profile.differing(same_for_all(identity)) if profile.identity else []
-        if profile.num_layers != switch.num_layers:
-            differing.append(f"num_layers: {profile.num_layers} / {switch.num_layers}")
-        if not differing:
-            return profile
-        rank_zero_info(
-            "The profile at hand was measured for something else, so every sample is evaluated on one rank. Differs "
-            f"(profile / here): {'; '.join(differing)}"
-        )
-        return None
-
-    def _kept_profile(self, path: str | Path | None) -> Profile | None:
-        """What rank 0 finds in the file that profiles are kept in."""
-        try:
-            return None if path is None else kept_profile(Path(path), rank=self.global_rank)
-        except ProfileError as error:
-            rank_zero_warn(f"The kept profile is not used to evaluate: {error}")
-            return None
 
     def _evaluation_group(self, first_rank: int, sp_size: int) -> SPGroup:
         if sp_size == 1:
@@ -252,37 +211,3 @@ def _leaves(loaders: Any) -> list[EvaluationLoader]:
     if isinstance(loaders, list):
         return [leaf for loader in loaders for leaf in _leaves(loader)]
     return [loaders] if isinstance(loaders, EvaluationLoader) else []
-
-
-def _seed(trainer: pl.Trainer) -> int:
-    """Of the data module, else of ``seed_everything``."""
-    datamodule = getattr(trainer, "datamodule", None)
-    if isinstance(datamodule, DCPDataModule):
-        return datamodule.seed
-    return int(os.environ.get("PL_GLOBAL_SEED", 0))
-
-
-def _loss(loss: LossSettings, trainer: pl.Trainer) -> LossSettings:
-    """With the labels named as the data module names them."""
-    datamodule = getattr(trainer, "datamodule", None)
-    if not isinstance(datamodule, DCPDataModule):
-        return loss
-    return replace(loss, labels_key=datamodule.rules.labels_key, ignore_index=datamodule.rules.ignore_index)
-
-
-def _warn_of_validation(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """What Lightning says of a missing step or loader, now that the data module was set up."""
-    data = getattr(trainer, "datamodule", None)
-    if not isinstance(data, DCPDataModule) or overrides_val(data):
-        return
-    has_step = is_overridden("validation_step", module)
-    if data.val_dataset is not None and not has_step:
-        rank_zero_warn(
-            f"{type(data).__name__} has a val_dataset, but {type(module).__name__} has no validation_step; nothing is "
-            "validated"
-        )
-    if data.val_dataset is None and has_step:
-        rank_zero_warn(
-            f"{type(module).__name__} has a validation_step, but {type(data).__name__} has no val_dataset; nothing is "
-            "validated"
-        )
