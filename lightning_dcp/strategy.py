@@ -22,6 +22,7 @@ from lightning_dcp.callback import DCPCallback
 from lightning_dcp.checkpoint import Section, plan_settings
 from lightning_dcp.collectives import WorldCalls
 from lightning_dcp.cost import RecomputePolicy
+from lightning_dcp.data.alike import check_alike
 from lightning_dcp.data.batch import DCPBatch
 from lightning_dcp.data.loader import DCPLoader
 from lightning_dcp.data.saved import SIZES
@@ -185,6 +186,7 @@ class DCPStrategy(EvaluatingStrategy):
             self._setup_steps(trainer, self._need_loader())
 
     def _setup_steps(self, trainer: pl.Trainer, loader: DCPLoader) -> None:
+        check_alike(loader, self.world_size)
         engine = ZeroEngine(self.deepspeed_engine)
         site = Site(
             rank=self.global_rank,
@@ -236,7 +238,8 @@ class DCPStrategy(EvaluatingStrategy):
             # Not only when it is bound: a schedule asks for the length of an epoch before there is a profile.
             dataloader.announce(self.planner)
             self._loader = dataloader
-            if self._profile is not None:
+            if self._profile is not None:  # reloaded
+                check_alike(dataloader, self.world_size)
                 self._bind(dataloader, self._profile)
         return dataloader
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_dcp.data.alike import check_same_size
 from lightning_dcp.data.evaluation.batched import BatchSource
 from lightning_dcp.data.evaluation.collating import EvaluationCollate
 from lightning_dcp.data.evaluation.loader import EvaluationLoader, Source
@@ -20,6 +21,9 @@ def evaluation_loaders(loaders: Any, place: Place) -> Any:
     Args:
         loaders: what the user gave or the hook returned: a loader, or lists and dicts of loaders.
         place: see :class:`Place`.
+
+    Raises:
+        ValueError: on all ranks, if a dataset has another size on another rank.
     """
     if isinstance(loaders, dict):
         return {key: evaluation_loaders(loader, place) for key, loader in loaders.items()}
@@ -36,5 +40,17 @@ def _source(loader: Any, place: Place) -> Source:
     if not ordinary or isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, place)
     if isinstance(loader.collate_fn, EvaluationCollate):
-        return SampleSource(loader, place)
-    return BatchSource(loader, place)
+        source: SampleSource | BatchSource = SampleSource(loader, place)
+    else:
+        source = BatchSource(loader, place)
+    check_same_size(_size(source), loader.dataset, place.world_size)
+    return source
+
+
+def _size(source: SampleSource | BatchSource) -> int | None:
+    """What is dealt out; ``None`` where a sampler does not tell."""
+    places: Any = source.dataset if source.sampler is None else source.sampler
+    try:
+        return len(places)
+    except (TypeError, NotImplementedError):
+        return None
