@@ -94,7 +94,7 @@ class StepExecutor:
                 break
         self.where.leave()
         if not mine:
-            closure(0)
+            self._run_empty(closure)
         doing = "waiting for the others in the vote at the end of the step"
         with explained(self.where, self.watchdog, doing, self._tally.problems):
             record = self._vote(item, clock)
@@ -132,6 +132,15 @@ class StepExecutor:
     def counts(self) -> list[float]:
         """What each micro-batch of the last step counted on this rank; after the vote, which waits for the device."""
         return [float(count) for count in self._tally.counts]
+
+    def _run_empty(self, closure: Callable[[int], None]) -> None:
+        """The backward of a rank without a micro-batch: hooks run there too, and what they raise is for all ranks."""
+        try:
+            closure(0)
+        except Exception as error:
+            if self.agreement.world_size == 1:
+                raise
+            self._tally.fail(None, error)
 
     def _run_one(
         self,

@@ -27,8 +27,9 @@ _CALLS = (
     ),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce"),
     *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
+    *("new_group", "new_subgroups", "new_subgroups_by_enumeration"),
 )
-"""Public functions of ``torch.distributed`` that every rank of a group has to call."""
+"""Public functions of ``torch.distributed`` that every rank of a group has to call; a new group is made by all ranks."""
 
 
 class _Done:

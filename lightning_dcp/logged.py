@@ -205,8 +205,10 @@ def _over_ranks(meta: Any, value: Tensor | None, total: float, device: torch.dev
 @contextmanager
 def _unsynchronised(sync: Any, switched_off: bool) -> Iterator[None]:
     should, sync.should = sync.should, sync.should and not switched_off
-    yield
-    sync.should = should
+    try:
+        yield
+    finally:
+        sync.should = should
 
 
 @contextmanager

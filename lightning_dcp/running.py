@@ -123,8 +123,9 @@ class RunningStrategy(CheckpointedStrategy):
     def _need_loader(self) -> DCPLoader:
         if self._loader is None:
             raise MisconfigurationException(
-                "DCPStrategy got no DCPLoader for training; it plans steps by the lengths of the samples. Use a "
-                "lightning_dcp.DCPDataModule subclass that sets self.train_dataset in setup()"
+                "DCPStrategy got no DCPLoader for training; it plans steps by the lengths of the samples. Give the "
+                "Trainer a torch DataLoader over a dataset with __len__ and __getitem__, or a "
+                "lightning_dcp.DCPDataModule that sets self.train_dataset in setup()"
             )
         return self._loader
 

@@ -53,7 +53,7 @@ class DCPStrategy(EvaluatingStrategy):
     """Data-Centric Parallel on DeepSpeed ZeRO-1: every step runs by its own plan.
 
     The optimizer step is the one that a single process would do on the same samples, whatever the plan; only the
-    time changes. Needs a :class:`~lightning_dcp.data.DCPDataModule` (or another source of a ``DCPLoader``).
+    time changes. Trains from a torch ``DataLoader``, or from a :class:`~lightning_dcp.data.DCPDataModule`.
 
     Args:
         planner: a name, such as ``"balanced"`` or ``"dcp-intra"``, or an object that satisfies

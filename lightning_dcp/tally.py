@@ -36,15 +36,21 @@ class Tally:
     error: Exception | None = None
     failed: bool = False
 
-    def fail(self, micro_batch: MicroBatch, error: Exception) -> None:
-        """Keep what was raised until all ranks know of it; that a peer has left is no reason of this rank's own."""
+    def fail(self, micro_batch: MicroBatch | None, error: Exception) -> None:
+        """Keep what was raised until all ranks know of it; that a peer has left is no reason of this rank's own.
+
+        Args:
+            micro_batch: in which it was raised; ``None`` on a rank that has none in this step.
+            error: what was raised.
+        """
         self.failed = True
+        what = f"samples {micro_batch.sample_ids}" if micro_batch is not None else "a rank without samples"
         if isinstance(error, ExchangeError):
-            self.problems.append(Consequence(f"samples {micro_batch.sample_ids}: {error}"))
+            self.problems.append(Consequence(f"{what}: {error}"))
             return
         self.error = error
         text = "".join(traceback.format_exception(error)).strip()
-        self.problems.append(f"training_step failed on samples {micro_batch.sample_ids}:\n{text}")
+        self.problems.append(f"training_step failed on {what}:\n{text}")
 
     def add(self, outcome: StepOutcome) -> None:
         """Add what ``training_step`` returned; in float64, as a long step adds up values of different size."""

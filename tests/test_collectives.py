@@ -37,6 +37,7 @@ class _Asking(Module):
             assert work is not None
             work.wait()
             dist.barrier(dist.group.WORLD)
+            assert dist.new_group([0, 1]) is None
             self.metric(1.0)
         return loss
 
@@ -61,6 +62,7 @@ def test_collectives_of_the_world_are_named_on_all_ranks(pool: Pool) -> None:
         assert "torch.distributed.all_reduce (" in text
         assert "test_collectives.py:" in text, "the line of the call is not told"
         assert "torch.distributed.barrier (" in text
+        assert "torch.distributed.new_group (" in text
         assert "torchmetrics/utilities/distributed.py:" in text, "dist_sync_on_step is not refused"
 
 

@@ -17,6 +17,7 @@ from lightning_dcp.plan import IterationPlan, MicroBatch
 from lightning_dcp.planners.protocol import PlanRequest
 from tests.fitting import Case, Data, Module, make_strategy, make_trainer
 from tests.pool import Pool, RemoteError
+from tests.test_loop import Script
 
 CASE = Case(world_size=4, samples=8, batch=4, steps=2, masked="none", seed=8)
 
@@ -110,6 +111,32 @@ def test_an_error_inside_a_group_ends_all_ranks_at_once(pool: Pool, kind: str, s
         assert text.startswith("rank 1: training_step failed on samples")
         assert ": ".join(reason) in text
         assert "rank 0:" not in text
+
+
+class _FailingAlone(Module):
+    """A hook of the backward fails, on the rank that has no sample."""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        if self.trainer.global_rank == 1:
+            _fail()
+
+
+def _fit_empty() -> tuple[str, str]:
+    case = Case(world_size=2, samples=2, batch=2, steps=1, masked="none")
+    trainer = make_trainer(make_strategy(case, planner=Script((2, 0), samples=2)), case, devices=2)
+    try:
+        trainer.fit(_FailingAlone(case), datamodule=Data(case))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_error_on_a_rank_without_samples_ends_all_ranks_at_once(pool: Pool) -> None:
+    waiting, failed = pool.run(_fit_empty, 2, timeout=60.0)
+    assert failed == ("ArithmeticError", "user code broke")
+    assert waiting[0] == "StepError"
+    assert waiting[1].startswith("rank 1: training_step failed on a rank without samples")
+    assert "user code broke" in waiting[1]
 
 
 def _fit_stuck(kind: str, sp_size: int, limit: float) -> None:
