@@ -29,7 +29,7 @@ _CALLS = (
     *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
     *("new_group", "new_subgroups", "new_subgroups_by_enumeration"),
 )
-"""Public functions of ``torch.distributed`` that every rank of a group has to call; a new group is made by all ranks."""
+"""Public functions of ``torch.distributed`` that every rank of a group has to call, those that make groups too."""
 
 
 class _Done:

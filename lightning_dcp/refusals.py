@@ -41,8 +41,8 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     precision = str(trainer.precision)
     if precision not in SUPPORTED_PRECISIONS:
         raise MisconfigurationException(
-            f"Trainer(precision={precision!r}) together with DCPStrategy: allowed are {SUPPORTED_PRECISIONS}, as no other "
-            "was compared with one device. Use bf16-mixed where memory or speed asks for half precision"
+            f"Trainer(precision={precision!r}) together with DCPStrategy: allowed are {SUPPORTED_PRECISIONS}, as no "
+            "other was compared with one device. Use bf16-mixed where memory or speed asks for half precision"
         )
     if trainer.gradient_clip_algorithm == "value":
         raise MisconfigurationException(
