@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dcp.sequence_parallel import current
-from lightning_dcp.upstream import ResultCollection
+from lightning_dcp.upstream import ResultCollection, last_value, results_of, show
 
 
 class Call(NamedTuple):
@@ -70,7 +70,7 @@ class Results(ResultCollection):
 
     def update_metrics(self, key: str, value: Any, batch_size: float | None) -> None:
         """Keep the call; outside of micro-batches count it at once, with what the whole step counts."""
-        seen = value if isinstance(value, Tensor) else value._forward_cache
+        seen = value if isinstance(value, Tensor) else last_value(value)
         call = Call(
             # A copy: user code may go on counting in the same tensor.
             value=seen.detach().to(torch.float64, copy=True) if isinstance(seen, Tensor) else None,
@@ -117,7 +117,7 @@ class Results(ResultCollection):
             # This rank has nothing to show for the step; the values of an earlier one would be taken for it.
             for result in self.values():
                 if result.meta.on_step and result.meta.fx == "training_step":
-                    result._forward_cache = None
+                    show(result, None)
         self.step_weights.clear()
         self.count(kept, weights, real=True)
         self.batch_size = max(total, 1.0)  # type: ignore[assignment]
@@ -151,7 +151,7 @@ class Results(ResultCollection):
             self._show(key, _combined("mean", counted))
 
     def _show(self, key: str, value: Tensor | None) -> None:
-        self[key]._forward_cache = None if value is None else value.to(self.dtype_of(key))
+        show(self[key], None if value is None else value.to(self.dtype_of(key)))
         self[key].has_reset &= value is None
 
     def dtype_of(self, key: str) -> torch.dtype:
@@ -223,7 +223,7 @@ def kept_logs(
         trainer: whose results are logged to.
         on_log: asked at each call with the key and the arguments.
     """
-    results = trainer._results
+    results = results_of(trainer)
     assert isinstance(results, Results), "the trainer's results were not taken over"
     outer = results.part, results.kept, results.on_log
     results.part, results.kept, results.on_log = 0, {}, on_log
@@ -249,7 +249,7 @@ def weighted_logs(trainer: pl.Trainer, weight: float) -> Iterator[None]:
         trainer: whose results are logged to.
         weight: items that the values are means over; with 0 they do not count, in no reduction.
     """
-    if trainer._results is None:
+    if results_of(trainer) is None:
         yield  # prediction logs nothing
         return
     with kept_logs(trainer) as results:

@@ -19,12 +19,18 @@ from lightning_dcp.logged import Results
 from lightning_dcp.upstream import (
     ListKind,
     LoggedAs,
+    count_as_updated,
     fill_lists,
+    is_settled,
     kept_lists,
+    last_value,
     logged_as,
     new_result,
     on_epoch_end,
     replace_results,
+    results_of,
+    settle,
+    show,
     watched_at_step,
 )
 
@@ -70,7 +76,7 @@ def agree(trainer: pl.Trainer) -> None:
     Raises:
         StepError: on all ranks, if two of them logged a key with different arguments.
     """
-    results = trainer._results
+    results = results_of(trainer)
     if not isinstance(results, Results):
         return
     everyones = of_all_ranks(_mine(results), trainer.world_size)
@@ -101,7 +107,7 @@ def agree_on_step(trainer: pl.Trainer) -> None:
         trainer: after the vote of a step whose calls of ``self.log`` are counted.
     """
     names = watched_at_step(trainer)
-    results = trainer._results
+    results = results_of(trainer)
     if not names or not isinstance(results, Results):
         return
     everyones = of_all_ranks(_mine_of_step(results, names), trainer.world_size)
@@ -111,7 +117,7 @@ def agree_on_step(trainer: pl.Trainer) -> None:
         first = next(iter(held.values()))
         if key not in results:
             results[key] = new_result(first.logged_as, trainer, is_tensor=True)
-        results[key]._forward_cache = _value(list(held.values()), trainer.strategy.root_device)
+        show(results[key], _value(list(held.values()), trainer.strategy.root_device))
         results[key].has_reset = False
 
 
@@ -119,7 +125,7 @@ def _mine_of_step(results: Results, names: Set[str]) -> dict[str, Entry]:
     """What counted on this rank in the last step, of the keys with these names."""
     entries = {}
     for key, weight in results.step_weights.items():
-        meta, value = results[key].meta, results[key]._forward_cache
+        meta, value = results[key].meta, last_value(results[key])
         watched = meta.on_step and not meta.sync.rank_zero_only and {meta.name, meta.forked_name(True)} & names
         if watched and value is not None:
             entries[key] = Entry(
@@ -139,12 +145,7 @@ def _mine(results: Results) -> dict[str, Entry]:
     entries = {}
     for key, result in results.items():
         meta = result.meta
-        if (
-            not meta.on_epoch
-            or meta.sync.rank_zero_only
-            or meta.sync.group is not None
-            or result._computed is not None
-        ):
+        if not meta.on_epoch or meta.sync.rank_zero_only or meta.sync.group is not None or is_settled(result):
             continue
         is_metric, counted = not result.is_tensor, result.update_called
         if is_metric and not counted:
@@ -185,7 +186,7 @@ def _settle(results: Results, key: str, held: Sequence[Entry], device: torch.dev
                 "valid label); the key has no value for the epoch"
             )
         return
-    result._computed = _value(counted, device)
+    settle(result, _value(counted, device))
     result.has_reset = False
 
 
@@ -211,6 +212,6 @@ def _join(result: Any, trainer: pl.Trainer, held: Sequence[Entry]) -> None:
     attribute = held[0].logged_as.metric_attribute
     if not result.update_called and attribute is not None:
         result.value = trainer.lightning_module.get_submodule(attribute)
-        result._update_count = 1
+        count_as_updated(result)
     fill_lists(result.value, {name: kind for entry in reversed(held) for name, kind in entry.lists.items()})
     result.has_reset = False

@@ -213,6 +213,10 @@ def test_names_behind_logged_values() -> None:
     assert watched_at_step(trainer) == frozenset()  # the next step is the first
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 1
     assert watched_at_step(trainer) == {"x"}
+    results = trainer.fit_loop.epoch_loop._results
+    results.log("training_step", "y", torch.tensor(2.0), on_step=True, on_epoch=True, batch_size=1)
+    result = results["training_step.y"]
+    assert (result._forward_cache, result._computed, result._update_count) == (2.0, None, 1)
     area = BinaryAUROC()
     area.update(torch.tensor([0.5]), torch.tensor([1]))
     assert kept_lists(area) == {"preds": (torch.float32, ()), "target": (torch.int64, ())}

@@ -6,7 +6,6 @@ are replaced on the object that the user made; everything else is Lightning's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+from lightning_dcp.upstream import begin_average
 
 
 def adapt_averaging(callbacks: Iterable[pl.Callback], module: pl.LightningModule) -> None:
@@ -36,7 +37,7 @@ def adapt_averaging(callbacks: Iterable[pl.Callback], module: pl.LightningModule
 
 def _adapt(callback: StochasticWeightAveraging) -> None:
     def setup(_trainer: pl.Trainer, pl_module: pl.LightningModule, **_stage: str) -> None:
-        callback._average_model = copy.deepcopy(pl_module)
+        begin_average(callback, pl_module)
 
     def on_train_epoch_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with _own_optimizers(trainer):

@@ -10,8 +10,6 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -35,6 +33,7 @@ from lightning_dcp.preparation import Settings, Site
 from lightning_dcp.profile import Profile
 from lightning_dcp.profiling.store import profile_identity, same_for_all
 from lightning_dcp.recompute import RecomputeSwitch, find_families
+from lightning_dcp.upstream import put_below
 
 
 class CheckpointedStrategy(PortableDeepSpeedStrategy):
@@ -68,11 +67,8 @@ class CheckpointedStrategy(PortableDeepSpeedStrategy):
         plugin = self._checkpoint_io
         if plugin is None:
             plugin = self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(plugin, _WrappingCheckpointIO) and type(plugin.checkpoint_io) in (
-            type(None),
-            TorchCheckpointIO,
-        ):
-            plugin.checkpoint_io = AtomicCheckpointIO()
+        else:
+            put_below(plugin, AtomicCheckpointIO)
         return plugin
 
     @checkpoint_io.setter

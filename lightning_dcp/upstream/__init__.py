@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_dcp.upstream.checkpoints import begin_average, put_below
 from lightning_dcp.upstream.closure import check_closure, set_closure_loss, skip_zero_grad
 from lightning_dcp.upstream.command_line import sort_types
 from lightning_dcp.upstream.evaluation import around_evaluation, silent_writers
@@ -20,12 +21,18 @@ from lightning_dcp.upstream.results import (
     ListKind,
     LoggedAs,
     ResultCollection,
+    count_as_updated,
     fill_lists,
+    is_settled,
     kept_lists,
+    last_value,
     logged_as,
     new_result,
     on_epoch_end,
     replace_results,
+    results_of,
+    settle,
+    show,
     watched_at_step,
 )
 from lightning_dcp.upstream.step_values import forget_of_step, log_of_step, logged_by_user
@@ -36,16 +43,20 @@ __all__ = [
     "LoggedAs",
     "ResultCollection",
     "around_evaluation",
+    "begin_average",
     "check_closure",
     "check_given_loaders",
     "convert_loaders",
+    "count_as_updated",
     "end_by_sigterm",
     "fill_lists",
     "forget_of_step",
     "forget_train_loader",
     "gives_first_weights_back",
     "is_interactive",
+    "is_settled",
     "kept_lists",
+    "last_value",
     "loaders_in",
     "log_of_step",
     "logged_as",
@@ -54,9 +65,13 @@ __all__ = [
     "notify_sigterm",
     "on_epoch_end",
     "overrides_val",
+    "put_below",
     "record_indices",
     "replace_results",
+    "results_of",
     "set_closure_loss",
+    "settle",
+    "show",
     "silent_writers",
     "skip_zero_grad",
     "sort_types",

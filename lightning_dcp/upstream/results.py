@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from torch import Tensor
 
 ResultCollection = _ResultCollection
 """What ``self.log`` writes to; it weights by a batch size that it guesses, and counts a value when it is logged."""
@@ -107,6 +108,36 @@ def watched_at_step(trainer: pl.Trainer) -> frozenset[str]:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def results_of(trainer: pl.Trainer) -> Any:
+    """The results of the loop that runs; ``None`` in prediction."""
+    return trainer._results
+
+
+def last_value(metric: Any) -> Any:
+    """What the last call gave, of a result or a torchmetrics object; ``None`` of no call, or where nothing is shown."""
+    return metric._forward_cache
+
+
+def show(result: Any, value: Tensor | None) -> None:
+    """Let a result's value at this step be another."""
+    result._forward_cache = value
+
+
+def is_settled(result: Any) -> bool:
+    """Whether the value of the epoch was computed, or given by :func:`settle`."""
+    return result._computed is not None
+
+
+def settle(result: Any, value: Tensor) -> None:
+    """Give a result its value of the epoch; it is computed no more."""
+    result._computed = value
+
+
+def count_as_updated(result: Any) -> None:
+    """Have a result computed on a rank that added nothing to it; it would be passed over, and others wait."""
+    result._update_count = 1
 
 
 def replace_results(trainer: pl.Trainer, kind: type[ResultCollection]) -> None:
