@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from lightning_dcp.agreement import of_all_ranks
 from lightning_dcp.data.evaluation.feeding import batches, options_of, without_copies
 from lightning_dcp.data.evaluation.item import EvaluationItem
+from lightning_dcp.data.evaluation.padding import collate_of
 from lightning_dcp.data.evaluation.place import Place
 from lightning_dcp.data.evaluation.rounds import Assignment, dealt, even
 from lightning_dcp.data.randomness import isolated, seed_global
@@ -47,7 +48,7 @@ class BatchSource:
             else {"batch_sampler": self._feed}
         )
         self._single = loader.batch_sampler is None
-        self._loader = DataLoader(loader.dataset, collate_fn=loader.collate_fn, **how, **options_of(loader))
+        self._loader = DataLoader(loader.dataset, collate_fn=collate_of(loader), **how, **options_of(loader))
 
     def _sampler(self, loader: DataLoader[Any]) -> Any:
         if self._kept:
