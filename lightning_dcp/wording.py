@@ -31,7 +31,7 @@ def percent(ratio: float) -> str:
 
 def gigabytes(amount: int) -> str:
     """Bytes as people say them."""
-    return f"{amount / 1e9:,.1f} GB" if amount >= 1e8 else f"{amount / 1e6:,.1f} MB"
+    return f"{amount / 1e9:,.1f} GB" if amount >= 1e9 else f"{amount / 1e6:,.1f} MB"
 
 
 def counted(number: int, noun: str) -> str:

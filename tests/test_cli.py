@@ -95,7 +95,7 @@ def test_the_table_shows_each_planner(capsys: pytest.CaptureFixture[str]) -> Non
         *(
             "lengths.txt: 60 samples",
             "4 GPUs in 1 node",
-            "0.4 GB each",
+            "400.0 MB each",
             "5.0 ms at the end of a step",
             "30 samples: 3 x 10",
         ),
