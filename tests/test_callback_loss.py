@@ -131,7 +131,7 @@ def test_the_progress_bar_shows_one_loss_of_each_kind(ranks: list[dict[str, Any]
     assert "dcp/loss" in fits["epoch"]["bar"]
 
 
-@pytest.mark.feature("Callbacks", "LearningRateMonitor")
+@pytest.mark.feature("Callbacks", "`LearningRateMonitor`")
 def test_steps_of_the_logger_do_not_go_back(ranks: list[dict[str, Any]]) -> None:
     """Lightning-AI/pytorch-lightning#5405: one axis for our keys, the user's and LearningRateMonitor's."""
     for way in WAYS:

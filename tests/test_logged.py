@@ -131,7 +131,7 @@ def _reference(case: Case) -> dict[str, float]:
     }
 
 
-@pytest.mark.feature("Trainer", "self.log", "count-weighted over micro-batches, at each step and over an epoch")
+@pytest.mark.feature("Trainer", "`self.log`", "count-weighted over micro-batches, at each step and over an epoch")
 @pytest.mark.parametrize("returns", ["mean", "dict"])
 def test_values_are_weighted_by_what_they_count(pool: Pool, returns: str) -> None:
     """Lightning-AI/pytorch-lightning#5680, #19779, #19106, #10349, #21859, Lightning-AI/torchmetrics#2852.
@@ -244,7 +244,7 @@ def _fit_watched(case: Case, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.feature(
-    "Callbacks", "ModelCheckpoint(monitor=...) of a training value", "alike on all ranks, without sync_dist"
+    "Callbacks", "`ModelCheckpoint(monitor=...)` of a training value", "alike on all ranks, without sync_dist"
 )
 def test_what_is_watched_is_alike_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#19045: each rank would decide by its own value, and one never has any."""
