@@ -94,8 +94,8 @@ class ReportingCLI(LightningCLI):
     def after_fit(self) -> None:
         """Print what rank 0 has written."""
         if self.report.text:
-            print(f"\n{self.report.text}\n\nwritten to {self.trainer.default_root_dir}: step.png, waterfall.png,")
-            print("summary.txt, metrics.csv and the checkpoints")
+            print(f"\n{self.report.text}\n\nwritten to {self.trainer.default_root_dir}:")
+            print("step.png, waterfall.png, summary.txt, metrics.csv, config.yaml and the checkpoints")
 
 
 def main() -> None:
