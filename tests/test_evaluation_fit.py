@@ -182,3 +182,32 @@ def test_what_is_missing_for_a_validation_is_said(tmp_path: Any) -> None:
             warn_of_validation(trainer, module)
         texts = [str(w.message) for w in caught]
         assert [words in text for text in texts] == [True] if words else not texts
+
+
+class Padded(Watched):
+    """Its values depend on the length that a sample is padded to, or divided to."""
+
+    def values(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        values_BS, mask_BS = super().values(batch)
+        self.lengths = {*getattr(self, "lengths", ()), batch["input_ids"].shape[1]}
+        return values_BS * (1 + 0.1 * batch["input_ids"].shape[1]), mask_BS
+
+
+def _sensitive() -> Any:
+    module = Padded()
+    # Of the samples some need two ranks and could be halved, and two neighbours would fit together.
+    checked = replace(FIT, world_size=2, self_check=True, seed=5, masked="none")
+    strategy = make_strategy(checked, memory_limit=limit_for(2, 20), planner="balanced")
+    trainer = make_trainer(strategy, checked, devices=2, max_steps=1, val_check_interval=1, num_sanity_val_steps=0)
+    data = EvaluatedData(checked, (8,), eval_batch_size=4, too_long="leave_out")
+    trainer.fit(module, datamodule=data)
+    inside = float(trainer.callback_metrics["val_loss"])
+    module.lengths = set()
+    (after,) = trainer.validate(module, datamodule=data, verbose=False)
+    return inside, after["val_loss"], module.lengths
+
+
+def test_what_the_self_check_switched_off_stays_off_after_the_fit(pool: Pool) -> None:
+    for inside, after, lengths in pool.run(_sensitive, 2, timeout=120.0):
+        assert after == pytest.approx(inside, rel=1e-6)
+        assert len(lengths) > 1

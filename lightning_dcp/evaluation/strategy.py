@@ -29,6 +29,7 @@ from lightning_dcp.memory import least_of_all, memory_bytes
 from lightning_dcp.preparation import Settings, chosen_sizes, loss_settings
 from lightning_dcp.profile import Profile
 from lightning_dcp.running import RunningStrategy
+from lightning_dcp.selfcheck import Freedoms
 from lightning_dcp.sequence_parallel.context import SPGroup
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
 from lightning_dcp.topology import World
@@ -57,6 +58,7 @@ class EvaluatingStrategy(RunningStrategy):
         self._place: Place | None = None
         self._evaluation_groups: ProcessGroups | None = None
         self._known_profile: Profile | None = None
+        self._known_freedoms: Freedoms | None = None
 
     # --- set up -------------------------------------------------------------------------------------------------
 
@@ -104,6 +106,8 @@ class EvaluatingStrategy(RunningStrategy):
 
     def _forget(self) -> None:
         self._known_profile = self._profile or self._known_profile
+        if self._prepared is not None:
+            self._known_freedoms = self._prepared.freedoms
         self._place = self._evaluation_groups = self._evaluator = None
         super()._forget()
 
@@ -156,8 +160,9 @@ class EvaluatingStrategy(RunningStrategy):
         profile = usable_profile(settings, self._known_profile, trainer, self.root_device)
         if profile is None:
             return single, None
-        cost = CostModel(profile)
-        sizes = chosen_sizes([p for p in cost.sp_sizes if p <= self.world_size], settings.sp_sizes)
+        cost, checked = CostModel(profile), self._known_freedoms
+        legal = [p for p in cost.sp_sizes if p <= self.world_size and (checked is None or p in checked.sp_sizes)]
+        sizes = chosen_sizes(legal, settings.sp_sizes)
         limit = least_of_all(
             memory_bytes(settings.memory_limit, self.root_device, self.num_processes), self.root_device
         )
@@ -165,7 +170,8 @@ class EvaluatingStrategy(RunningStrategy):
             return single, None
         world = World.build(self.world_size, sizes, self.num_processes)
         self._evaluation_groups = ProcessGroups(world.blocks, timeout=self._timeout, device=self.root_device)
-        return world, MemoryRule(cost=cost, memory_bytes=limit)
+        exact_shapes = checked is not None and checked.exact_shapes
+        return world, MemoryRule(cost=cost, memory_bytes=limit, exact_shapes=exact_shapes)
 
     def _evaluation_group(self, first_rank: int, sp_size: int) -> SPGroup:
         if sp_size == 1:
