@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dcp.accumulation import StepExecutor
 from lightning_dcp.checkpoint import CheckpointedStrategy
@@ -137,6 +138,9 @@ class RunningStrategy(CheckpointedStrategy):
     def teardown(self) -> None:
         """Destroy the groups of the fit."""
         self._close(self._prepared.groups if self._prepared is not None else None)
+        if self._executor is not None and self._executor.agreement.stop_asked:
+            # Where no step followed that could tell the others.
+            end_by_sigterm(self._need(self.lightning_module, "lightning_module").trainer)
         super().teardown()
 
     def _close(self, groups: ProcessGroups | None) -> None:
@@ -159,7 +163,8 @@ class RunningStrategy(CheckpointedStrategy):
     def _ask_to_stop(self) -> bool:
         """Whether the next step tells all ranks; called by the handler of SIGTERM."""
         module = self.lightning_module
-        if self._executor is None or module is None or not module.trainer.training:
+        # Also in a validation within the fit: a rank that ended there would leave the others in its collectives.
+        if self._executor is None or module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return False
         self._executor.agreement.stop_asked = True
         return True

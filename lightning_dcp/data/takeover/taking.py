@@ -175,7 +175,7 @@ def _options(loader: DataLoader[Any]) -> LoaderOptions:
     context: Any = loader.multiprocessing_context
     return LoaderOptions(
         num_workers=workers,
-        prefetch_steps=(loader.prefetch_factor or 2) * max(workers, 1) if workers else 2,
+        prefetch_steps=(loader.prefetch_factor or 2) * workers if workers else 2,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=context,
