@@ -224,3 +224,14 @@ def test_lengths_of_attention_follow_from_the_sample() -> None:
     assert flops(9, _seen((4,))) == 90 + 8 * 81
     with pytest.raises(ValueError, match="number of attention calls differs"):
         fitted([_seen((3,)), Observation(shape=(4,), dense=40, calls=())])
+
+
+def test_samples_of_equal_size_and_unequal_operations_are_not_met_exactly() -> None:
+    """Two boxes of 12 tokens: neither may be left out because the other has as many."""
+    seen = [
+        Observation(shape=shape, dense=dense, calls=())
+        for shape, dense in (((2, 6), 100), ((3, 4), 240), ((2, 2), 80))
+    ]
+    count = fitted(seen)
+    assert not count.exact
+    assert count.dense == (0.0, 420 / 28, 0.0)

@@ -189,10 +189,14 @@ def _dense(tokens: Sequence[int], flops: Sequence[int], axes: int) -> tuple[tupl
 
     A square is what attention costs that is written out as matrix products, along one axis only.
     """
-    points = sorted(dict(zip(tokens, flops, strict=True)).items())
+    counted = list(zip(tokens, flops, strict=True))
+    points = sorted(dict(counted).items())
     degrees = range(min(len(points), 3 if axes == 1 else 2))
     for coefficients in (_proportional(points[0]), *(_through(points[: degree + 1]) for degree in degrees[1:])):
-        if all(sum(c * t**k for k, c in enumerate(coefficients)) == f for t, f in points) and coefficients[2] >= 0:
+        if (
+            all(sum(c * t**k for k, c in enumerate(coefficients)) == f for t, f in counted)
+            and coefficients[2] >= 0
+        ):
             return (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), True
     return (0.0, sum(flops) / sum(tokens), 0.0), False
 
