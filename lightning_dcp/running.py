@@ -24,6 +24,7 @@ from lightning_dcp.records import StepRecord
 from lightning_dcp.sequence_parallel.groups import ProcessGroups
 from lightning_dcp.timing import StepClock
 from lightning_dcp.upstream import end_by_sigterm, notify_sigterm
+from lightning_dcp.watchdog import last_word, leave_word
 
 T = TypeVar("T")
 
@@ -159,6 +160,7 @@ class RunningStrategy(CheckpointedStrategy):
         module = self._need(self.lightning_module, "lightning_module")
         notify_sigterm(module.trainer, self._ask_to_stop)
         super().setup_environment()
+        leave_word(self.global_rank, "")  # not that of an earlier run over the same store
 
     def _ask_to_stop(self) -> bool:
         """Whether the next step tells all ranks; called by the handler of SIGTERM."""
@@ -178,8 +180,8 @@ class RunningStrategy(CheckpointedStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Leave word for the ranks that wait for this one; they notice when its connections close."""
         super().on_exception(exception)
-        if self._executor is not None and self._executor.watchdog is not None:
-            self._executor.watchdog.report(exception)
+        if self.world_size > 1:
+            last_word(exception, self.global_rank, self.world_size)
 
     # --- inside a micro-batch -----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -90,8 +91,7 @@ class Watchdog:
         self._stop = threading.Event()
         # A connection of its own: a call of the main thread that waits would block the thread.
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        for key in (_key(where.rank), _error_key(where.rank)):
-            self._store.set(key, "")  # of an earlier fit over the same store
+        self._store.set(_key(where.rank), "")  # of an earlier fit over the same store
         self._thread = threading.Thread(target=self._run, name="lightning_dcp watchdog", daemon=True)
 
     @contextmanager
@@ -106,25 +106,11 @@ class Watchdog:
 
     def others(self) -> list[str]:
         """What the other ranks said of their places, as far as they have."""
-        return self._read(_key)
+        return _told(self._store, _key, self.where.rank, self._world_size)
 
     def errors(self) -> list[str]:
         """The errors that other ranks have ended with, as far as they could say so."""
-        return self._read(_error_key)
-
-    def report(self, error: BaseException) -> None:
-        """Leave word of the error that ends this rank, for those that wait for it."""
-        with suppress(RuntimeError):
-            text = f"{type(error).__name__}: {error}"
-            self._store.set(_error_key(self.where.rank), f"rank {self.where.rank} ended with {text}")
-
-    def _read(self, key_of: Callable[[int], str]) -> list[str]:
-        told: list[str] = []
-        for rank in range(self._world_size):
-            key = key_of(rank)
-            if rank != self.where.rank and len(told) < _MOST_TOLD and self._store.check([key]):
-                told.append(self._store.get(key).decode())
-        return [text for text in told if text]
+        return _told(self._store, _error_key, self.where.rank, self._world_size)
 
     def _run(self) -> None:
         interval = min(5.0, self._limit / 20)
@@ -167,6 +153,31 @@ class Watchdog:
             return "an unknown line"
         line = traceback.extract_stack(found, limit=1)[0]
         return f"{line.filename}:{line.lineno} in {line.name}"
+
+
+def leave_word(rank: int, text: str) -> None:
+    """Say in the store of the process group, if there is one, what ends this rank; ``""`` for a new start."""
+    with suppress(RuntimeError, ValueError):
+        dist.distributed_c10d._get_default_store().set(_error_key(rank), text)
+
+
+def last_word(error: BaseException, rank: int, world_size: int) -> None:
+    """Tell the ranks that wait for this one what ends it; note in a backend's error what has ended the others."""
+    if not is_of_the_network(error):
+        leave_word(rank, f"rank {rank} ended with {type(error).__name__}: {error}")
+        return
+    with suppress(RuntimeError, ValueError):
+        store = dist.distributed_c10d._get_default_store()
+        for text in _told(store, _error_key, rank, world_size):
+            error.add_note(text)
+
+
+def _told(store: Any, key_of: Callable[[int], str], rank: int, world_size: int) -> list[str]:
+    told: list[str] = []
+    for other in range(world_size):
+        if other != rank and len(told) < _MOST_TOLD and store.check([key_of(other)]):
+            told.append(store.get(key_of(other)).decode())
+    return [text for text in told if text]
 
 
 def _key(rank: int) -> str:

@@ -146,3 +146,4 @@ def test_an_error_of_one_rank_ends_all(pool: Pool) -> None:
     with pytest.raises(RemoteError) as caught:
         pool.run(_fails, 2, timeout=40.0)
     assert "OutOfMemoryError: no memory left on rank 1" in caught.value.tracebacks[1]
+    assert "rank 1 ended with OutOfMemoryError: no memory left on rank 1" in caught.value.tracebacks[0]
