@@ -277,6 +277,19 @@ def test_wrong_forms_in_a_file_are_refused_in_a_sentence(
 
 
 @pytest.mark.usefixtures("folder")
+def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    empty, latin, text = (tmp_path / name for name in ("empty.yaml", "latin.yaml", "text.ckpt"))
+    empty.write_text("")
+    latin.write_bytes("seed_everything: 1  # für".encode("latin-1"))
+    text.write_text("# no checkpoint\n")
+    given = (*MODEL, "--data", "paragraphs.Paragraphs", *SMALL)
+    assert "a --config file is empty" in refusal("--config", str(empty))
+    assert "no text in UTF-8" in refusal("--config", str(latin))
+    assert "does not exist" in refusal(*given, "--dry-run", "--dry-run-picture", str(tmp_path / "none" / "a.png"))
+    assert "ckpt_path names no whole checkpoint" in refusal(*given, "--ckpt_path", str(text))
+
+
+@pytest.mark.usefixtures("folder")
 def test_what_is_missing_is_named() -> None:
     assert "model must be given" in refusal()
 

@@ -69,6 +69,8 @@ def sentence(message: str, options: Iterable[str] = ()) -> str:
     if missing is not None:
         names = ", ".join(name.partition(".")[2] or name for name in missing[1].split(", "))
         return f"{names} must be given: on the command line (--{names.split(', ')[0]} ...) or in a --config file"
+    if re.fullmatch(r"Unexpected config:\s*", message):
+        return "a --config file is empty; --print_config prints one to start from"
     return " ".join(message.split())
 
 

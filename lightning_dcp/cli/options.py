@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS
+from argparse import SUPPRESS, ArgumentTypeError
+from pathlib import Path
 
 from lightning_dcp.cli.parsing import Parser, positive_int
+
+
+def _new_file(text: str) -> str:
+    """A file in a folder that is there: the picture is drawn last, when all has been measured."""
+    if not Path(text).absolute().parent.is_dir():
+        raise ArgumentTypeError(f"{text!r} is in a folder that does not exist")
+    return text
 
 
 def dry_run_options() -> Parser:
@@ -18,6 +26,9 @@ def dry_run_options() -> Parser:
         "--dry-run-steps", type=positive_int, default=3, metavar="N", help="plans to show (default: %(default)s)"
     )
     group.add_argument(
-        "--dry-run-picture", metavar="FILE", help="draw the plan that shows most (PNG; needs matplotlib)"
+        "--dry-run-picture",
+        type=_new_file,
+        metavar="FILE",
+        help="draw the plan that shows most (PNG; needs matplotlib)",
     )
     return found

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -135,7 +136,10 @@ class Command(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse. The words are those of the process, so Lightning's warning of both would be wrong."""
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except UnicodeDecodeError as error:
+            raise WrongSettingError(f"a --config file is no text in UTF-8 ({error}); save it as UTF-8") from error
 
     def before_instantiate_classes(self) -> None:
         """Call constructors through the parser, so that their errors are known."""
@@ -171,6 +175,12 @@ def run(name: str, words: Sequence[str]) -> int:
         Command(name, words)
     except WrongSettingError as error:
         return _refused(name, f"{error}; see {_PROGRAM} {name} --help")
+    except UnpicklingError as error:
+        # Lightning's command line reads the hyperparameters of ckpt_path before the strategy checks the file.
+        if any(_is_user_code(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
+        return _refused(name, f"ckpt_path names no whole checkpoint, or one with more than plain values: {reason}")
     except _COMPLETE as error:
         if not _is_of_configuration(error):
             raise
