@@ -226,7 +226,7 @@ def test_everything_is_decided_at_the_first_next() -> None:
     module = TokensModule(Tokens(LENGTHS), global_batch_size=4)
     loader = module.train_dataloader()
     iterator = iter(loader)
-    with pytest.raises(RuntimeError, match=r"no planner yet; DCPStrategy binds it in setup"):
+    with pytest.raises(RuntimeError, match=r"binds it in setup. Under another strategy a DCPDataModule does not"):
         next(iterator)
     loader.bind(context())
     state = loader.state_dict()

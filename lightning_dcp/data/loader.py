@@ -244,7 +244,8 @@ class DCPLoader:
     def _bound(self) -> PlanningContext:
         if self._context is None:
             raise RuntimeError(
-                "the loader has no planner yet; DCPStrategy binds it in setup. If configure_optimizers asks for "
+                "the loader has no planner yet; DCPStrategy binds it in setup. Under another strategy a "
+                "DCPDataModule does not train: give a DataLoader. If configure_optimizers asks for "
                 "trainer.estimated_stepping_batches: the number of steps of an epoch is not known where the planner "
                 "draws their samples, or with global_batch_tokens, so set Trainer(max_steps=...) and use that number"
             )
