@@ -253,9 +253,9 @@ def test_a_drawn_step_is_consumed_once() -> None:
         ):
             made.mark_consumed(epoch, step, ids)
     assert made.state_dict() == before
-    receipt = made.receipt()
+    counts = made.counts()
     assert made.position < 5, "nothing was drawn beyond the position, so places and samples are the same"
-    assert (receipt.planned, receipt.trained, receipt.left) == (41, 5, 36)
+    assert (counts.planned, counts.trained, counts.left) == (41, 5, 36)
 
 
 def test_stray_by_hand() -> None:

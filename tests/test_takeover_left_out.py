@@ -117,8 +117,8 @@ class Scheduled(Module):
 
     def on_train_epoch_end(self) -> None:
         loader: Any = self.trainer.strategy._loader  # type: ignore[attr-defined]
-        receipt = loader.receipt()
-        assert (receipt.planned, receipt.trained, receipt.left, receipt.left_out) == (
+        counts = loader.counts()
+        assert (counts.planned, counts.trained, counts.left, counts.left_out) == (
             20 - len(UNFIT), 20 - len(UNFIT), 0, len(UNFIT),
         )  # fmt: skip
 

@@ -89,7 +89,7 @@ def test_an_order_with_repeats_is_trained_as_it_is_and_resumes_anywhere(drawing:
     for stop in range(1, len(epochs[0])):
         first = made()
         assert run(first, stop) == epochs[0][:stop]
-        assert first.receipt().trained == len(flat(epochs[0][:stop]))
+        assert first.counts().trained == len(flat(epochs[0][:stop]))
         second = made()
         second.load_state_dict(saved(first))
         assert run(second) == epochs[0][stop:]
@@ -172,8 +172,8 @@ def test_drop_last_ends_with_the_last_whole_step() -> None:
     for epoch in range(2):
         assert steps_of(sampler) == steps_of(whole)[:2]
         assert sampler.epoch == epoch
-        receipt = sampler.receipt()
-        assert (receipt.planned, receipt.trained, receipt.left) == (11, 8, 3)
+        counts = sampler.counts()
+        assert (counts.planned, counts.trained, counts.left) == (11, 8, 3)
     resumed = StepSampler(TOKENS, global_batch_size=4, given=Given(drop_last=True))
     resumed.load_state_dict(saved(sampler))
     assert resumed.begin() == (2, 0)
@@ -192,8 +192,8 @@ def test_left_out_samples_are_in_no_epoch_and_none_is_lost_when_they_change(draw
     assert sorted(flat(done) + flat(steps_of(made([2, 9]))[2:])) == [0, 1, 3, 4, 5, 6, 7, 8, 10]
     stopped = made([2, 9])
     steps_of(stopped, 2)
-    receipt = stopped.receipt()
-    assert (receipt.planned, receipt.trained, receipt.left, receipt.left_out) == (9, 6, 3, 2)
+    counts = stopped.counts()
+    assert (counts.planned, counts.trained, counts.left, counts.left_out) == (9, 6, 3, 2)
     assert stopped.left_out.tolist() == [2, 9]
 
     same = made([2, 9])

@@ -24,7 +24,7 @@ RATE_KEYS = {
 def open_ledger(loader: DCPLoader) -> EpochLedger:
     """The ledger of what is left of the loader's epoch."""
     left, before = loader.left_samples(), loader.sampler.consumed_of_epoch
-    dropped = loader.receipt().planned - before - len(left)
+    dropped = loader.counts().planned - before - len(left)
     return EpochLedger(loader.sampler.epoch, len(loader.shapes), left, (before, dropped))
 
 

@@ -15,13 +15,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_dcp.cost import IntArray
 from lightning_dcp.data.ahead import ReadAhead, StepPass
 from lightning_dcp.data.batch import Batch, DCPBatch
+from lightning_dcp.data.counts import EpochCounts
 from lightning_dcp.data.drawing import Stray
 from lightning_dcp.data.feeding import Planned, tasks
 from lightning_dcp.data.leaving import misfits, refuse, write_left_out
 from lightning_dcp.data.lengths import check_shapes, dataset_size
 from lightning_dcp.data.planning import PlanningContext, request_of, samples_of
 from lightning_dcp.data.reading import LoaderOptions, Reader, Task
-from lightning_dcp.data.receipt import Receipt
 from lightning_dcp.data.sampler import StepSampler
 from lightning_dcp.data.sizing import check_size
 from lightning_dcp.plan import IterationPlan, MicroBatch
@@ -149,9 +149,9 @@ class DCPLoader:
         """Samples of the dataset that the steps to come of the epoch have, in its order; one may stand twice."""
         return self.sampler.left_ids() % len(self.shapes)
 
-    def receipt(self) -> Receipt:
+    def counts(self) -> EpochCounts:
         """What became of the samples of the running epoch, or of the last one before the next one begins."""
-        return self.sampler.receipt()
+        return self.sampler.counts()
 
     @property
     def waited_seconds(self) -> float:

@@ -6,8 +6,8 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dcp.cost import IntArray
+from lightning_dcp.data.counts import EpochCounts
 from lightning_dcp.data.cutting import Cut
-from lightning_dcp.data.receipt import Receipt
 from lightning_dcp.data.remaining import Remaining
 from lightning_dcp.data.saved import SIZES, Position
 from lightning_dcp.data.steps import Steps
@@ -145,11 +145,11 @@ class Standing:
             "is trained, each sample once, but in other steps than the saved run would have made"
         )
 
-    def receipt(self) -> Receipt:
+    def counts(self) -> EpochCounts:
         """What became of the samples of the running epoch, or of the last one before the next one begins."""
         planned = len(self._steps.order.samples(self._epoch))
         trained = self._left.size - self._left.left
-        return Receipt(
+        return EpochCounts(
             epoch=self._epoch,
             planned=planned,
             trained=trained,

@@ -1,4 +1,4 @@
-"""What became of the samples of an epoch."""
+"""How many samples of an epoch are trained, left and left out, by the state of the sampler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
+class EpochCounts:
     """Counts of one epoch; a sample that the order has twice counts twice.
 
     Attributes:
