@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -20,6 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("launch"):
             item.add_marker("ranks")
+
+
+@pytest.fixture(autouse=True)
+def _own_rank() -> Iterator[None]:
+    """Take back the rank that a SLURM environment gives this process: other ranks than 0 do not warn."""
+    rank = getattr(rank_zero_only, "rank", 0)
+    yield
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

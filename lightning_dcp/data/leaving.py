@@ -16,6 +16,7 @@ from lightning_dcp.cost import INFEASIBLE, IntArray
 from lightning_dcp.data.planning import PlanningContext, request_of
 from lightning_dcp.planners.assembly import common_sp_sizes, raise_infeasible, settings_within
 from lightning_dcp.planners.protocol import InfeasibleError
+from lightning_dcp.planners.static import Static
 
 TooLong = Literal["raise", "leave_out"]
 LEFT_OUT_FILE = "left_out_samples.json"
@@ -95,7 +96,8 @@ def write_left_out(folder: str | Path, shapes: IntArray, samples: IntArray) -> P
 
 
 def _sp_sizes(context: PlanningContext) -> Sequence[int]:
-    """Sizes that a sample may use; some planners use one only."""
+    """Sizes that a sample may use."""
     sizes = common_sp_sizes(context.world, context.cost)
-    fixed = getattr(context.planner, "sp_size", None)
-    return (fixed,) if fixed in sizes else sizes
+    if isinstance(context.planner, Static) and context.planner.sp_size in sizes:
+        return (context.planner.sp_size,)
+    return sizes
