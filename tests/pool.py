@@ -137,6 +137,7 @@ def _perform(task: bytes, rank: int) -> Any:
         "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
         "TORCHELASTIC_RUN_ID": "pool", "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
+    before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.manual_seed(0)
     # As after a launch: Lightning takes the rank from the environment when it is imported, which was long ago.
@@ -149,11 +150,11 @@ def _perform(task: bytes, rank: int) -> Any:
         dist.barrier()
         return result
     finally:
-        _reset()
+        _reset(before)
 
 
-def _reset() -> None:
-    """Forget what a test left in torch.distributed and DeepSpeed."""
+def _reset(environment: dict[str, str]) -> None:
+    """Forget what a test left in torch.distributed, DeepSpeed and the environment (a seed for all later trainers)."""
     import deepspeed.comm.comm as ds_comm
     import torch.distributed as dist
 
@@ -162,6 +163,8 @@ def _reset() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     ds_comm.cdb = None
+    os.environ.clear()
+    os.environ.update(environment)
     context._active = None
     _reset_deepspeed_groups()
 
