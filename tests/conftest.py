@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -14,6 +15,10 @@ if not torch.cuda.is_available():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.pool import Pool
+
+# The same examples in every run, and no limit of time for one of them.
+hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("seeded")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
