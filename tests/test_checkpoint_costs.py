@@ -33,7 +33,7 @@ def test_rates_in_the_documentation() -> None:
     assert f"that is {parts:.0f} minutes, and {call:.0f} at" in text
     assert f"{100 * parts / 60:.0f} to {100 * call / 60:.0f} % of the time" in text
     saving = json.loads((RESULTS / "saving.json").read_text())
-    assert f"{saving['steps']} steps with three saves, on a busy machine: {100 * saving['added']:.2f} %" in text
+    assert f"{saving['steps']} steps with three saves: {100 * saving['added']:.2f} %" in text
 
 
 def test_share_of_the_main_example() -> None:
