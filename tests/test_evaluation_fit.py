@@ -11,9 +11,20 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.evaluating import CASE, EvaluatedData, assert_same_scores, dcp_trainer, limit_for
-from tests.fitting import Case, Data, Module, SingleProcess, make_strategy, make_trainer, weights_of
+from tests.fitting import (
+    Case,
+    Data,
+    Module,
+    Samples,
+    SingleProcess,
+    collate_whole,
+    make_strategy,
+    make_trainer,
+    weights_of,
+)
 from tests.pool import Pool
 
 FIT = Case(world_size=2, samples=12, batch=4, steps=6, dropout=0.1, masked="prompts")
@@ -81,6 +92,28 @@ def _schedules() -> Any:
     return _weights(True), _weights(False), found
 
 
+class Scheduled(SingleProcess):
+    """Says after which steps plain Lightning validates."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.validations: set[tuple[int, bool]] = set()
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.validations.add((self.trainer.global_step, self.trainer.sanity_checking))
+
+
+def _plain_schedule(setting: dict[str, Any]) -> list[tuple[int, bool]]:
+    """Steps behind which a single device validates, and whether it is the sanity check, under plain Lightning."""
+    samples, module = Samples(FIT), Scheduled(FIT)
+    rows = [samples[i] for i in range(len(samples))]
+    steps: Any = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+    train: DataLoader[Any] = DataLoader(steps, batch_size=None, collate_fn=collate_whole)
+    val: DataLoader[Any] = DataLoader(rows[:6], batch_size=1, collate_fn=collate_whole)  # type: ignore[arg-type]
+    make_trainer("auto", FIT, devices=1, **setting).fit(module, train, val)
+    return sorted(module.validations)
+
+
 @pytest.mark.feature(
     "Trainer", "`val_check_interval`, `limit_val_batches`, sanity check, `overfit_batches`, `fast_dev_run`"
 )
@@ -90,6 +123,7 @@ def test_validation_comes_in_time_and_leaves_no_trace(pool: Pool) -> None:
         assert all(torch.equal(with_validation[name], without[name]) for name in without)
     runs = {name: [r for _, _, found in results for r in found[name][0]] for name in SETTINGS}
     steps = {name: sorted({(at, sanity) for at, sanity, _ in found}) for name, found in runs.items()}
+    assert steps == {name: _plain_schedule(setting) for name, setting in SETTINGS.items()}
     # Three steps an epoch; an int counts steps, a float parts of an epoch.
     assert steps["int"] == [(2, False), (5, False)]
     assert steps["float"] == [(0, True), *((step, False) for step in range(1, 7))]
