@@ -21,8 +21,8 @@ from lightning_dcp.portable import PortableDeepSpeedStrategy
 RANKS = 2
 WARM_UP = 2
 """Steps of each fit that are not timed: the optimizer's state is made in the first."""
-BATCH_SIZE, LENGTH = 24, 256
-"""Samples of a rank in each step, and tokens of each sample: about 0.4 s on one core."""
+LENGTH = 256
+"""Tokens of each sample."""
 VOCABULARY = 256
 
 Sample = dict[str, Tensor]
@@ -51,8 +51,8 @@ class Model(L.LightningModule):
 class Data(DCPDataModule):
     """Samples of one length, in order."""
 
-    def __init__(self, samples: list[Sample]) -> None:
-        super().__init__(global_batch_size=RANKS * BATCH_SIZE, shuffle=False, lengths=[LENGTH] * len(samples))
+    def __init__(self, samples: list[Sample], batch_size: int) -> None:
+        super().__init__(global_batch_size=RANKS * batch_size, shuffle=False, lengths=[LENGTH] * len(samples))
         self.train_dataset = samples
 
 
@@ -74,27 +74,28 @@ class Pair:
 
     Args:
         steps: steps of each fit that are timed.
+        batch_size: samples of a rank in each step.
         folder: where the loggers write.
     """
 
-    def __init__(self, steps: int, folder: str) -> None:
-        self.steps, self.folder = steps, folder
+    def __init__(self, steps: int, batch_size: int, folder: str) -> None:
+        self.steps, self.batch_size, self.folder = steps, batch_size, folder
         self.profile: Profile | None = None
         generator = torch.Generator().manual_seed(0)
-        size = ((WARM_UP + steps) * RANKS * BATCH_SIZE, LENGTH)
+        size = ((WARM_UP + steps) * RANKS * batch_size, LENGTH)
         tokens_NS = torch.randint(VOCABULARY, size, generator=generator)
         self.samples: list[Sample] = [{"input_ids": row, "labels": row.roll(-1)} for row in tokens_NS]
 
     def planned(self) -> Clock:
         """A fit under DCPStrategy, held at p = 1, g = 1, r = 0; the first one measures the profile for all."""
         strategy = DCPStrategy(
-            planner=Static(sp_size=1, batch_size=BATCH_SIZE, deal="in_order"),
+            planner=Static(sp_size=1, batch_size=self.batch_size, deal="in_order"),
             sp_sizes=[1],
             recompute="none",
             self_check=False,
             profile=self.profile,
         )
-        clock = self._fit(strategy, datamodule=Data(self.samples))
+        clock = self._fit(strategy, datamodule=Data(self.samples, self.batch_size))
         self.profile = strategy.profile
         return clock
 
@@ -102,8 +103,8 @@ class Pair:
         """A fit under Lightning's own strategy, with an engine of the same settings."""
         config = build_config(None, num_parameters=sum(p.numel() for p in Model().parameters()), half=False)
         rank = torch.distributed.get_rank()
-        mine = [row for i, row in enumerate(self.samples) if i // BATCH_SIZE % RANKS == rank]
-        loader: DataLoader[Sample] = DataLoader(mine, batch_size=BATCH_SIZE, collate_fn=stacked)  # type: ignore[arg-type]
+        mine = [row for i, row in enumerate(self.samples) if i // self.batch_size % RANKS == rank]
+        loader: DataLoader[Sample] = DataLoader(mine, batch_size=self.batch_size, collate_fn=stacked)  # type: ignore[arg-type]
         strategy = PortableDeepSpeedStrategy(config=config, process_group_backend="gloo")
         return self._fit(strategy, train_dataloaders=loader)
 
@@ -138,16 +139,17 @@ def stacked(rows: list[Sample]) -> Sample:
     return batch
 
 
-def measure(pairs: int, steps: int, folder: str) -> list[dict[str, float]]:
+def measure(pairs: int, steps: int, batch_size: int, folder: str) -> list[dict[str, float]]:
     """Seconds per step and the last loss of each fit, pair by pair.
 
     Args:
         pairs: fits under each strategy.
         steps: steps of each that are timed.
+        batch_size: samples of a rank in each step.
         folder: where the loggers write.
     """
     torch.set_num_threads(1)
-    both = Pair(steps, folder)
+    both = Pair(steps, batch_size, folder)
     both.planned()  # measures the profile and warms the caches; it does not count
     found = []
     for _ in range(pairs):

@@ -14,8 +14,8 @@ from tests.pool import Pool
 def _measure(folder: str) -> list[dict[str, float]]:
     from benchmarks import overhead_worker
 
-    overhead_worker.BATCH_SIZE, overhead_worker.LENGTH = 2, 32
-    return overhead_worker.measure(1, 1, folder)
+    overhead_worker.LENGTH = 32
+    return overhead_worker.measure(1, 1, 2, folder)
 
 
 def test_both_strategies_train_the_same_batches(pool: Pool, tmp_path: Path) -> None:

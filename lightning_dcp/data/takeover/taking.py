@@ -96,8 +96,9 @@ def taken(loader: DataLoader[Any], around: Around) -> DCPLoader:
 def _shapes(loader: DataLoader[Any]) -> IntArray:
     dataset: Any = loader.dataset
     size = dataset_size(dataset)
-    if known_shapes(dataset) is not None:
-        return read_shapes(dataset)
+    known = known_shapes(dataset)
+    if known is not None:
+        return check_shapes(known, size)
     try:
         return read_shapes(dataset)
     except ValueError as error:
